@@ -1,0 +1,1 @@
+"""Weight gradients apart from input gradients, and the signals that they are ready."""

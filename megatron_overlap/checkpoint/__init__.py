@@ -1,0 +1,1 @@
+"""Named slices stored layout-free and loaded at any layout."""

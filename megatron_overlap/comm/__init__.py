@@ -1,0 +1,1 @@
+"""Every collective and send or receive, each owned by a Pending."""

@@ -1,0 +1,1 @@
+"""Frozen configuration, the flags made from it, and the rules across fields."""

@@ -1,0 +1,1 @@
+"""Flat gradient buffers, their bucket plan and their reduction."""

@@ -1,0 +1,1 @@
+"""Attention, MLP, block and the GPT stage."""

@@ -1,0 +1,1 @@
+"""Sharded AdamW, gradient norm and clipping, learning rate."""

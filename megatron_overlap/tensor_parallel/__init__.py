@@ -1,0 +1,1 @@
+"""Linear layers, embedding and cross entropy cut over the tensor-parallel group."""

@@ -1,0 +1,1 @@
+"""Spans in time, and hidden or exposed communication computed from them."""

@@ -1,0 +1,1 @@
+"""Rank and layer arithmetic, and the process groups made from it."""

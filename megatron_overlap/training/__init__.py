@@ -1,0 +1,1 @@
+"""Environment, wiring and the training loop."""
