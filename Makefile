@@ -1,5 +1,5 @@
 # make demo | test | campaign | lint | clean. Everything is installed into $(VENV), once; set PYTHON to choose another interpreter.
-PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3 python,$(shell command -v $(name) 2>/dev/null)))
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do "$$name" -c "" 2>/dev/null && { echo "$$name"; break; }; done)
 VENV ?= .venv
 
 BIN := $(VENV)/bin
@@ -20,7 +20,7 @@ help:
 	@echo "make clean     remove caches, the demo's files and $(VENV)"
 
 demo: install
-	@$(BIN)/python tools/demo.py
+	@$(BIN)/python -m tools.demo
 
 test: install-dev
 	$(BIN)/python -m pytest
@@ -29,7 +29,7 @@ test-pure: install-dev
 	$(BIN)/python -m pytest -m "not ranks and not campaign and not gpu"
 
 campaign: install-dev
-	$(BIN)/python tools/campaign.py --output examples/results/campaign.md
+	$(BIN)/python -m tools.campaign --output examples/results/campaign.md
 
 lint: install-dev
 	$(BIN)/ruff check .

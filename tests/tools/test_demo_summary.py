@@ -1,0 +1,75 @@
+"""The demo's closing table."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tools.demo_summary import read_metrics, summarize, tables, validation_perplexity
+
+FINAL = (
+    " validation loss at iteration 20 on validation set | lm loss value: 2.302585E+00 | lm loss PPL: 1.000000E+01 | "
+)
+MIDDLE = " validation loss at iteration 10 | lm loss value: 4.605170E+00 | lm loss PPL: 1.000000E+02 | "
+
+
+def metrics(num_iterations: int) -> list[dict]:
+    quiet = {"calls": 0, "bytes": 0, "busy_ms": 0.0, "exposed_ms": 0.0}
+    return [
+        {
+            "iteration": iteration,
+            "lm_loss": 10.0 - iteration / 10,
+            "tokens_per_s": 1.0 if iteration <= 5 else 1000.0,
+            "iteration_ms": 50.0,
+            "comm": {
+                "tp": {"calls": 8, "bytes": 2_000_000, "busy_ms": 40.0, "exposed_ms": 10.0},
+                "pp": {"calls": 4, "bytes": 1_000_000, "busy_ms": 4.0, "exposed_ms": 4.0},
+                "dp": quiet,
+            },
+        }
+        for iteration in range(1, num_iterations + 1)
+    ]
+
+
+def test_the_summary_takes_losses_from_all_and_times_after_warm_up() -> None:
+    summary = summarize(metrics(20), f"{MIDDLE}\n{FINAL}\n")
+    assert summary.iterations == 20
+    assert summary.first_loss == 9.9
+    assert summary.last_loss == pytest.approx(8.45)
+    assert summary.tokens_per_s == 1000.0
+    assert summary.validation_perplexity == 10.0
+    assert [(kind.name, kind.megabytes, kind.hidden) for kind in summary.kinds] == [
+        ("tensor parallel", 2.0, 0.75),
+        ("pipeline", 1.0, 0.0),
+    ]
+
+
+@pytest.mark.parametrize(("log", "found"), [("", None), (MIDDLE, 100.0), (f"{FINAL}\n{MIDDLE}", 10.0)])
+def test_the_final_evaluation_counts_before_those_on_the_way(log: str, found: float | None) -> None:
+    assert validation_perplexity(log) == found
+
+
+def test_a_line_still_being_written_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_metrics(path) == []
+    path.write_text(json.dumps({"iteration": 1}) + '\n{"iterat')
+    assert read_metrics(path) == [{"iteration": 1}]
+
+
+def test_the_tables_show_every_kind_that_communicated() -> None:
+    console = Console(width=100, record=True, file=io.StringIO())
+    for table in tables(summarize(metrics(7), FINAL)):
+        console.print(table)
+    shown = console.export_text()
+    assert "tensor parallel" in shown
+    assert "75%" in shown
+    assert "data parallel" not in shown
+
+
+def test_no_iteration_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no iteration"):
+        summarize([], "")
