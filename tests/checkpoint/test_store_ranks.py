@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
@@ -199,3 +200,25 @@ def test_a_rank_that_is_gone_leaves_the_former_checkpoint(tmp_path):
     with pytest.raises(RankError):
         run_ranks(2, die_while_saving, (tmp_path,))
     run_ranks(2, check_loaded, (tmp_path, 2))
+
+
+def save_on_own_disk(folder):
+    """Every rank sees another folder under the same name, as nodes without a shared file system do."""
+    peers = peers_of_all()
+    disk = Path(folder) / str(peers.rank)
+    (disk / "checkpoints" / ".saving_iter_0000005").mkdir(parents=True)
+    before = Path.cwd()
+    os.chdir(disk)
+    try:
+        save_slices("checkpoints")
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        os.chdir(before)
+
+
+def test_a_file_system_that_is_not_shared_is_noticed(tmp_path):
+    errors = run_ranks(2, save_on_own_disk, (tmp_path,))
+    assert len(set(errors)) == 1
+    assert "model-00001.safetensors is missing; a checkpoint must be on a file system that all nodes share" in errors[0]
+    assert list((tmp_path / "0" / "checkpoints").iterdir()) == []
