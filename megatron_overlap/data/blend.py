@@ -36,7 +36,7 @@ def parse_blend(values: Sequence[str], flag: str) -> Blend:
     firsts = [_number(value) for value in values[::2]]
     if len(values) % 2 == 1 or firsts[0] is None:
         numbers = [value for value in values if _number(value) is not None]
-        if numbers:
+        if numbers and len(values) > 1:
             raise ValueError(f"{flag}: expected prefixes only, or WEIGHT PREFIX pairs, found the number {numbers[0]!r}")
         return Blend(tuple(values), None)
     weights = []
