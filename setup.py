@@ -12,9 +12,9 @@ INIT = (HERE / "megatron_overlap" / "__init__.py").read_text(encoding="utf-8")
 VERSION = re.findall(r'^__version__ = "(.+)"$', INIT, re.MULTILINE)[0]
 
 TENSORBOARD = ["tensorboard"]
-TOKENIZERS = ["transformers", "sentencepiece"]
-DEMO = ["rich", "tqdm"]
-TEST = ["pytest>=8", "hypothesis", *TENSORBOARD, *TOKENIZERS, *DEMO]
+TOKENIZERS = ["transformers", "tokenizers"]
+DEMO = ["rich", *TOKENIZERS]
+TEST = ["pytest>=8", "hypothesis", *TENSORBOARD, *DEMO]
 DEV = [*TEST, "ruff", "mypy>=1.15", "import-linter", "pre-commit", "matplotlib"]
 
 setup(
@@ -32,7 +32,6 @@ setup(
         "numpy",
         "regex",
         "safetensors",
-        "tokenizers",
     ],
     extras_require={
         "demo": DEMO,
