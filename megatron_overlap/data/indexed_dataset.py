@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import glob
+import logging
 import os
 import shutil
 import struct
+import uuid
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +17,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+logger = logging.getLogger(__name__)
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -190,8 +195,12 @@ class IndexedDatasetWriter:
         self._documents = array("q", [0])
         self._num_bytes = 0
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
-        self._partial_bin = Path(f"{bin_path(prefix)}.partial")
-        self._partial_idx = Path(f"{idx_path(prefix)}.partial")
+        for path in self.prefix.parent.glob(f"{glob.escape(self.prefix.name)}.*.partial"):
+            logger.warning("%s was left by an interrupted run and can be removed, unless another is writing it", path)
+        # Names of its own, so that two writers of one prefix cannot mix their bytes: the last to finish wins.
+        own = uuid.uuid4().hex[:8]
+        self._partial_bin = Path(f"{bin_path(prefix)}.{own}.partial")
+        self._partial_idx = Path(f"{idx_path(prefix)}.{own}.partial")
         self._file = self._partial_bin.open("wb")
 
     def __enter__(self) -> IndexedDatasetWriter:
@@ -254,11 +263,6 @@ class IndexedDatasetWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        size = self._partial_bin.stat().st_size
-        if size != self._num_bytes:
-            raise ValueError(
-                f"{self._partial_bin}: expected {self._num_bytes} bytes, found {size}: is another process writing it?"
-            )
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         write_index(self._partial_idx, self.dtype, lengths, np.frombuffer(self._documents, dtype=np.int64))
         # A reader needs both files: with the old index gone first, no moment shows halves of two sets.
