@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_overlap.config.options import main_flag
+from megatron_overlap.config.options import Need, main_flag
 from megatron_overlap.config.parser import RawArguments
-from megatron_overlap.config.schema import GROUPS, Config, all_fields
+from megatron_overlap.config.schema import GROUPS, Config, all_fields, typed_value
 
 
 @dataclass
@@ -42,16 +42,11 @@ class Draft:
         for name in names:
             vars(self.values).pop(name, None)
 
-    @property
-    def is_complete(self) -> bool:
-        """Tell whether every field has a value."""
-        return all(hasattr(self.values, name) for _, name, _, _ in all_fields())
-
     def config(self) -> Config:
         """Build the configuration; fields without a value stay unset (slots without a value raise when read)."""
         groups = {}
         for group_name, group_type in GROUPS.items():
-            group = object.__new__(group_type)
+            group: Any = object.__new__(group_type)
             for name in _names(group_name):
                 if hasattr(self.values, name):
                     object.__setattr__(group, name, getattr(self.values, name))
@@ -61,8 +56,13 @@ class Draft:
 
 def start_draft(raw: RawArguments, *, world_size: int, defaults: dict[str, Any]) -> Draft:
     """Put defaults under what the command line gave; `defaults` are the caller's own, before the schema's."""
-    values = {name: described.default for _, name, _, described in all_fields()}
-    values |= defaults | raw.values | {"world_size": world_size}
+    values: dict[str, Any] = {}
+    for _, name, hint, described in all_fields():
+        if name in defaults:
+            values[name] = typed_value(hint, defaults[name])
+        elif described.need is not Need.INTERNAL:
+            values[name] = described.default
+    values |= raw.values | {"world_size": world_size}
     draft = Draft(Namespace(**values), raw.spellings, raw.extra, list(raw.errors), list(raw.warnings))
     draft.discard(*raw.broken)
     return draft

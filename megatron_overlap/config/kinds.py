@@ -84,7 +84,6 @@ class DataloaderKind(StrEnum):
     """Order in which samples are read."""
 
     SINGLE = "single"
-    CYCLIC = "cyclic"
 
 
 class TokenizerKind(StrEnum):
@@ -92,7 +91,4 @@ class TokenizerKind(StrEnum):
 
     GPT2_BPE = "GPT2BPETokenizer"
     HUGGING_FACE = "HuggingFaceTokenizer"
-    LLAMA2 = "Llama2Tokenizer"
-    SENTENCE_PIECE = "SentencePieceTokenizer"
-    GPT_SENTENCE_PIECE = "GPTSentencePieceTokenizer"
     NULL = "NullTokenizer"

@@ -48,12 +48,12 @@ class Limit:
     def problem(self, value: float) -> str | None:
         """Say what is wrong with the value, or None."""
         bounds = (
-            (self.at_least, "at least", lambda bound: value >= bound),
-            (self.above, "above", lambda bound: value > bound),
-            (self.at_most, "at most", lambda bound: value <= bound),
-            (self.below, "below", lambda bound: value < bound),
+            ("at least", self.at_least, self.at_least is None or value >= self.at_least),
+            ("above", self.above, self.above is None or value > self.above),
+            ("at most", self.at_most, self.at_most is None or value <= self.at_most),
+            ("below", self.below, self.below is None or value < self.below),
         )
-        broken = [f"{word} {bound:g}" for bound, word, holds in bounds if bound is not None and not holds(bound)]
+        broken = [f"{word} {bound:g}" for word, bound, holds in bounds if not holds]
         return f"must be {' and '.join(broken)}" if broken else None
 
 
@@ -119,9 +119,7 @@ def required(help_text: str, *, limit: Limit = NO_LIMIT, spelling: Spelling = PL
     return dataclasses.field(metadata={_METADATA_KEY: described})
 
 
-def resolved(
-    help_text: str, *, limit: Limit = NO_LIMIT, spelling: Spelling = PLAIN, form: Form = Form.PLAIN
-) -> Any:
+def resolved(help_text: str, *, limit: Limit = NO_LIMIT, spelling: Spelling = PLAIN, form: Form = Form.PLAIN) -> Any:
     """Declare a field that `resolve.py` fills in when the user does not give it."""
     described = Option(None, help_text, Need.RESOLVED, limit, spelling, form)
     return dataclasses.field(metadata={_METADATA_KEY: described})
@@ -130,6 +128,11 @@ def resolved(
 def internal(help_text: str) -> Any:
     """Declare a field without a flag, filled in by `resolve.py` or the caller."""
     return dataclasses.field(metadata={_METADATA_KEY: Option(None, help_text, Need.INTERNAL)})
+
+
+def not_available(words: tuple[str, ...], instead: str) -> dict[str, str]:
+    """Return the refusal of values that Megatron or a later version has."""
+    return dict.fromkeys(words, f"not available in this version; use {instead}")
 
 
 def option_of(field: dataclasses.Field[Any]) -> Option:

@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NoReturn
 
+from megatron_overlap.config.errors import ConfigError
 from megatron_overlap.config.known_flags import KnownFlag, Verdict, family_reason, known_flags
 from megatron_overlap.config.options import Form, Need, Option, main_flag, off_flags, on_flags
 from megatron_overlap.config.schema import all_fields, bare_type
+
+_GIVEN = "_given"  # where the namespace keeps the values of our own flags, apart from the user's arguments
 
 ExtraArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
@@ -39,7 +42,7 @@ def read_arguments(
     parser.set_defaults(**extra_defaults)
     raw = RawArguments()
     namespace, unknown = _parse_leniently(parser, _attach_negative_numbers(argv), raw)
-    given: dict[str, list[tuple[str, Any]]] = vars(namespace).pop("given")
+    given: dict[str, list[tuple[str, Any]]] = vars(namespace).pop(_GIVEN)
     raw.dump_config = vars(namespace).pop("dump_config")
     _take_fields(given, raw)
     _judge_known(given, raw)
@@ -61,10 +64,13 @@ def build_parser(extra_args: ExtraArguments | None = None) -> CollectingParser:
             groups[group_name] = parser.add_argument_group(group_name)
         _add_field(groups[group_name], name, hint, described)
     parser.add_argument("--dump-config", action="store_true", help="Print the resolved configuration and exit.")
-    for known in known_flags():
-        parser.add_argument(known.flag, dest=known.flag, nargs=known.nargs, action=_Record, default=SUPPRESS, help=SUPPRESS)
     if extra_args is not None:
-        extra_args(parser)
+        _add_extra(parser, extra_args)
+    taken = set(parser.spellings())
+    for known in known_flags():
+        if known.flag not in taken:
+            record: dict[str, Any] = {"action": _Record, "default": SUPPRESS, "help": SUPPRESS}
+            parser.add_argument(known.flag, dest=known.flag, nargs=known.nargs, **record)
     return parser
 
 
@@ -96,7 +102,14 @@ class _Record(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         value = self.const if self.nargs == 0 else values
-        namespace.given.setdefault(self.dest, []).append((option_string, value))
+        vars(namespace)[_GIVEN].setdefault(self.dest, []).append((option_string, value))
+
+
+def _add_extra(parser: CollectingParser, extra_args: ExtraArguments) -> None:
+    try:
+        extra_args(parser)
+    except argparse.ArgumentError as error:
+        raise ConfigError([f"extra_args, {error}; choose another name"]) from error
 
 
 def _add_field(group: Any, name: str, hint: Any, described: Option) -> None:
@@ -196,7 +209,7 @@ def _parse_leniently(
     """Parse again and again, each time without the argument that was refused."""
     while True:
         try:
-            return parser.parse_known_args(argv, argparse.Namespace(given={}))
+            return parser.parse_known_args(argv, argparse.Namespace(**{_GIVEN: {}}))
         except argparse.ArgumentError as error:
             if error.argument_name is None:
                 raw.errors.append(error.message)

@@ -1,7 +1,7 @@
 """Values that follow from others: each function fills in what the user left open.
 
-Order matters: a function may read what an earlier one filled in. What cannot be derived is discarded after its reason is
-noted, so that nothing is built on it.
+Order matters: a function may read what an earlier one filled in. What cannot be derived is discarded after its reason
+is noted, so that nothing is built on it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_overlap.config.schema import all_fields
 DEFAULT_SPLIT = "969, 30, 1"
 
 
-def padded_vocab_size(vocab_size: int, *, divisible_by: int, tensor_parallel_size: int) -> int:
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
     """Return the vocabulary size rounded up so that every tensor-parallel rank has equally many rows."""
     unit = divisible_by * tensor_parallel_size
     return -(-vocab_size // unit) * unit
@@ -29,7 +29,7 @@ def resolve(draft: Draft) -> None:
         try:
             step(draft)
         except AttributeError:
-            if draft.is_complete:
+            if not draft.errors:
                 raise
     for _, name, _, described in all_fields():
         if described.need in (Need.RESOLVED, Need.INTERNAL) and getattr(draft.values, name, None) is None:
@@ -50,8 +50,8 @@ def _world(draft: Draft) -> None:
         return
     draft.discard("world_size")
     draft.errors.append(
-        f"world size {world} is not divisible by --tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}"
-        f" = {tp * pp}; start a multiple of {tp * pp} ranks, or use sizes whose product divides {world}"
+        f"world size {world} is not divisible by --tensor-model-parallel-size {tp} x "
+        f"--pipeline-model-parallel-size {pp} = {tp * pp}; start a multiple of {tp * pp} ranks, or use sizes whose product divides {world}"
     )
 
 
@@ -64,6 +64,19 @@ def _sequence_parallel(draft: Draft) -> None:
         draft.warnings.append("--sequence-parallel is off: it acts with --tensor-model-parallel-size above 1 only")
     if values.tp_comm_overlap:
         draft.warnings.append("--tp-comm-overlap has nothing to hide with --tensor-model-parallel-size 1")
+
+
+def _sequence_length(draft: Draft) -> None:
+    spelled = sorted(set(draft.spellings.get("seq_length", [])))
+    if len(spelled) > 1:
+        draft.errors.append(f"{' and '.join(spelled)} say the same thing; give one of them")
+
+
+def _precision(draft: Draft) -> None:
+    values = draft.values
+    if values.grad_reduce_in_bf16 and not values.bf16:
+        values.grad_reduce_in_bf16 = False
+        draft.warnings.append("--grad-reduce-in-bf16 is off: it acts with --bf16 only")
 
 
 def _mlp(draft: Draft) -> None:
@@ -79,7 +92,9 @@ def _attention(draft: Draft) -> None:
     heads = values.num_attention_heads
     if not values.group_query_attention:
         if values.num_query_groups not in (None, heads):
-            draft.warnings.append(f"--num-query-groups {values.num_query_groups} acts with --group-query-attention only")
+            draft.warnings.append(
+                f"--num-query-groups {values.num_query_groups} acts with --group-query-attention only"
+            )
         values.num_query_groups = heads
     elif values.num_query_groups is None:
         values.num_query_groups = 1
@@ -105,8 +120,8 @@ def _virtual_stages(draft: Draft) -> None:
         return
     if per_rank is not None:
         draft.errors.append(
-            f"--num-layers-per-virtual-pipeline-stage {per_stage} and --num-virtual-stages-per-pipeline-rank {per_rank} "
-            "say the same thing; give one of them"
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} and --num-virtual-stages-per-pipeline-rank "
+            f"{per_rank} say the same thing; give one of them"
         )
         return
     if values.decoder_first_pipeline_num_layers or values.decoder_last_pipeline_num_layers:
@@ -230,6 +245,8 @@ def _divisors(number: int) -> str:
 _STEPS: tuple[Callable[[Draft], None], ...] = (
     _world,
     _sequence_parallel,
+    _sequence_length,
+    _precision,
     _mlp,
     _attention,
     _virtual_stages,

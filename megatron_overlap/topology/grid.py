@@ -184,6 +184,6 @@ class StageLayout:
         stages = f" x {self.virtual} virtual stages" if self.virtual > 1 else ""
         hint = "use a multiple" if uneven else "use a multiple, or --decoder-first-pipeline-num-layers and its like"
         return (
-            f"--num-layers {self.num_layers} does not divide over --pipeline-model-parallel-size {self.pp}{stages}{taken}; "
-            f"{hint}"
+            f"--num-layers {self.num_layers} does not divide over --pipeline-model-parallel-size {self.pp}{stages}"
+            f"{taken}; {hint}"
         )

@@ -18,6 +18,24 @@ from megatron_overlap.config.schema.model import ModelConfig
 from megatron_overlap.config.schema.parallel import OverlapConfig, ParallelConfig
 from megatron_overlap.config.schema.training import EvaluationConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 
+__all__ = [
+    "GROUPS",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "EvaluationConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "OverlapConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "TrainingConfig",
+    "all_fields",
+    "bare_type",
+    "typed_value",
+]
+
 GROUPS: Mapping[str, type] = {
     "model": ModelConfig,
     "parallel": ParallelConfig,
@@ -123,6 +141,14 @@ def bare_type(hint: Any) -> Any:
     return members[0] if is_union else hint
 
 
+def typed_value(hint: Any, value: Any) -> Any:
+    """Return a plain value as the field's type has it: words become kinds, lists become tuples."""
+    if isinstance(value, list):
+        return tuple(value)
+    kind = bare_type(hint)
+    return kind(value) if isinstance(value, str) and isinstance(kind, type) and issubclass(kind, str) else value
+
+
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return {name: _plain_value(value) for name, value in values.items()}
 
@@ -135,11 +161,4 @@ def _plain_value(value: Any) -> Any:
 
 def _typed(group: type, values: Mapping[str, Any]) -> dict[str, Any]:
     hints = typing.get_type_hints(group)
-    return {name: _typed_value(hints.get(name), value) for name, value in values.items()}
-
-
-def _typed_value(hint: Any, value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(value)
-    kind = bare_type(hint)
-    return kind(value) if isinstance(value, str) and isinstance(kind, type) and issubclass(kind, str) else value
+    return {name: typed_value(hints.get(name), value) for name, value in values.items()}

@@ -5,7 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_overlap.config.kinds import DataloaderKind, TokenizerKind
-from megatron_overlap.config.options import Form, Spelling, at_least, option, resolved
+from megatron_overlap.config.options import Form, Spelling, at_least, not_available, option, resolved
+
+_NO_TOKENIZER = (
+    "Llama2Tokenizer",
+    "Llama3Tokenizer",
+    "MistralTokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "TikTokenizer",
+    "SFTTokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "MultimodalTokenizer",
+    "NullMultimodalTokenizer",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +36,8 @@ class DataConfig:
     dataloader_type: DataloaderKind = option(
         DataloaderKind.SINGLE,
         "Order of the samples.",
-        refused={"external": "give your own data provider to pretrain() instead"},
+        refused=not_available(("cyclic",), "single")
+        | {"external": "give your own data provider to pretrain() instead"},
     )
     num_workers: int = option(2, "Loader processes of a rank.", limit=at_least(0))
     reset_position_ids: bool = option(False, "Count positions anew after an end token.")
@@ -31,12 +46,7 @@ class DataConfig:
     tokenizer_type: TokenizerKind = option(
         TokenizerKind.GPT2_BPE,
         "Kind of tokenizer.",
-        refused={
-            "Llama3Tokenizer": "use HuggingFaceTokenizer",
-            "MistralTokenizer": "use HuggingFaceTokenizer",
-            "TikTokenizer": "it is not available in this version; use HuggingFaceTokenizer",
-            "SFTTokenizer": "it is not supported; use HuggingFaceTokenizer",
-        },
+        refused=not_available(_NO_TOKENIZER, "HuggingFaceTokenizer"),
     )
     tokenizer_model: str | None = option(None, "Tokenizer file, or folder of a Hugging Face tokenizer.")
     vocab_file: str | None = option(None, "vocab.json of the GPT-2 tokenizer.")

@@ -38,10 +38,10 @@ class ModelConfig:
         "How a token learns its position.",
         spelling=Spelling(constants={"--use-rotary-position-embeddings": "rope"}),
         refused={
-            "relative": "it belongs to T5; use learned_absolute, rope or none",
-            "yarn": "it is not supported; use rope",
-            "mrope": "it belongs to multimodal models; use rope",
-            "alibi": "it belongs to a fork of Megatron; use rope",
+            "relative": "belongs to T5; use learned_absolute, rope or none",
+            "yarn": "is not supported; use rope",
+            "mrope": "belongs to multimodal models; use rope",
+            "alibi": "belongs to a fork of Megatron; use rope",
         },
     )
     add_position_embedding: bool = option(
@@ -52,9 +52,7 @@ class ModelConfig:
     rotary_base: float = option(10000.0, "Base of the rotary frequencies.", limit=above(0))
     rotary_percent: float = option(1.0, "Part of a head that is rotated.", limit=Limit(above=0, at_most=1))
     rotary_interleaved: bool = option(False, "Rotate neighbouring channels (GPT-J) instead of the two halves.")
-    rotary_seq_len_interpolation_factor: float | None = option(
-        None, "Divide rotary positions by this.", limit=above(0)
-    )
+    rotary_seq_len_interpolation_factor: float | None = option(None, "Divide rotary positions by this.", limit=above(0))
     normalization: Normalization = option(Normalization.LAYER_NORM, "Kind of norm.")
     norm_epsilon: float = option(
         1e-5, "Added to the variance in a norm.", limit=above(0), spelling=Spelling(old=("--layernorm-epsilon",))

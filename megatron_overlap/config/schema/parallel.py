@@ -11,9 +11,7 @@ from megatron_overlap.config.kinds import (
     PipelineWarmup,
     TpOverlapMode,
 )
-from megatron_overlap.config.options import Form, Spelling, at_least, internal, option, resolved
-
-_NOT_YET = "it is not available in this version; use"
+from megatron_overlap.config.options import Form, Spelling, at_least, internal, not_available, option, resolved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +58,7 @@ class OverlapConfig:
     tp_overlap_mode: TpOverlapMode = option(
         TpOverlapMode.AUTO,
         "How tensor-parallel collectives are hidden.",
-        refused={word: f"{_NOT_YET} auto, backward or none" for word in ("chunk", "split")},
+        refused=not_available(("chunk", "split"), "auto, backward or none"),
     )
     tp_overlap_chunks: int = option(4, "Pieces of a collective with --tp-overlap-mode chunk.", limit=at_least(1))
     tp_overlap_parts: int = option(2, "Parts of a microbatch with --tp-overlap-mode split.", limit=at_least(1))
@@ -71,7 +69,7 @@ class OverlapConfig:
     pipeline_schedule: PipelineSchedule = option(
         PipelineSchedule.AUTO,
         "Order of forwards and backwards; auto is interleaved with virtual stages, else 1f1b.",
-        refused={word: f"{_NOT_YET} auto, gpipe, 1f1b or interleaved" for word in ("zb-h1", "zbv")},
+        refused=not_available(("zb-h1", "zbv"), "auto, gpipe, 1f1b or interleaved"),
     )
     pipeline_warmup: PipelineWarmup = option(
         PipelineWarmup.AUTO, "Forwards before the first backward; eager hides 1F1B's transfers for memory."
@@ -80,7 +78,7 @@ class OverlapConfig:
     grad_reduce: GradReduce = option(
         GradReduce.AUTO,
         "When gradients are reduced: after everything (sync), or as soon as they are made (eager).",
-        refused={word: f"{_NOT_YET} auto, eager or sync" for word in ("shifted", "hybrid")},
+        refused=not_available(("shifted", "hybrid"), "auto, eager or sync"),
     )
     overlap_grad_reduce: bool = option(False, "Megatron's switch for --grad-reduce eager.")
     overlap_param_gather: bool = option(False, "Gather the sharded optimizer's parameters beside the next forward.")

@@ -5,9 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_overlap.config.kinds import DecayStyle, OptimizerKind
-from megatron_overlap.config.options import FRACTION, PROBABILITY, above, at_least, option, required, resolved
-
-_NOT_YET = "it is not available in this version; use"
+from megatron_overlap.config.options import (
+    FRACTION,
+    PROBABILITY,
+    above,
+    at_least,
+    not_available,
+    option,
+    required,
+    resolved,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,18 +39,14 @@ class OptimizerConfig:
     optimizer: OptimizerKind = option(
         OptimizerKind.ADAM,
         "Update rule.",
-        refused={
-            "sgd": f"{_NOT_YET} adam",
-            "muon": f"{_NOT_YET} adam",
-            "ademamix": "it belongs to a fork of Megatron; use adam",
-        },
+        refused=not_available(("sgd", "muon"), "adam") | {"ademamix": "belongs to a fork of Megatron; use adam"},
     )
     lr: float = required("Largest learning rate.", limit=at_least(0))
     min_lr: float = option(0.0, "Smallest learning rate after the warm-up.", limit=at_least(0))
     lr_decay_style: DecayStyle = option(
         DecayStyle.LINEAR,
         "Shape of the decay.",
-        refused={word: f"{_NOT_YET} constant, linear or cosine" for word in ("inverse-square-root", "WSD")},
+        refused=not_available(("inverse-square-root", "WSD"), "constant, linear or cosine"),
     )
     lr_decay_iters: int = resolved("Steps until the smallest rate is reached; --train-iters.", limit=at_least(1))
     lr_warmup_iters: int = option(0, "Steps of the warm-up.", limit=at_least(0))
