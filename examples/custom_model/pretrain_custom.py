@@ -10,7 +10,7 @@ Run it alone, or with any layout:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -133,13 +133,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--noise", type=float, default=0.1, help="standard deviation of the noise on the input")
 
 
-if __name__ == "__main__":
-    raise SystemExit(
-        main(
-            datasets_provider=waves,
-            model_provider=WaveStage,
-            loss_func=squared_error,
-            extra_args=add_arguments,
-            defaults=DEFAULTS,
-        )
+def train(argv: Sequence[str] | None = None) -> int:
+    """Train and give the exit status; `pretrain` takes the same arguments and raises instead."""
+    return main(
+        argv,
+        datasets_provider=waves,
+        model_provider=WaveStage,
+        loss_func=squared_error,
+        extra_args=add_arguments,
+        defaults=DEFAULTS,
     )
+
+
+if __name__ == "__main__":
+    raise SystemExit(train())
