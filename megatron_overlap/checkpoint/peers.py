@@ -48,8 +48,7 @@ class ChannelPeers:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        on_gpu = channel.group.backend == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._device = channel.device
 
     @property
     def rank(self) -> int:
