@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron_overlap.comm import Channel, Pending
+from megatron_overlap.config import Config
 from megatron_overlap.grad_reduce.bucket_plan import (
     Bucket,
     BucketKind,
@@ -24,14 +25,24 @@ from megatron_overlap.tensor_parallel.parameter import info_of
 
 @dataclass(frozen=True)
 class ReduceOptions:
-    """How gradients are laid out and sent. `grad_dtype` is the one of the main gradients (None: that of fp32 training,
-    fp64 for fp64 parameters); `piece_bytes` bounds what one collective holds of a bucket."""
+    """How gradients are laid out and sent. `grad_dtype` is the one of the main gradients (None: fp64 for
+    fp64 parameters, fp32 for all others); `piece_bytes` bounds what one collective holds of a bucket."""
 
     sharded: bool = False
     bucket_size: int | None = None
     num_buckets: int | None = None
     grad_dtype: torch.dtype | None = None
     piece_bytes: int = 16 * 2**20
+
+    @classmethod
+    def from_config(cls, config: Config) -> ReduceOptions:
+        parallel = config.parallel
+        return cls(
+            sharded=parallel.use_distributed_optimizer,
+            bucket_size=parallel.ddp_bucket_size,
+            num_buckets=parallel.ddp_num_buckets,
+            grad_dtype=torch.bfloat16 if config.precision.grad_reduce_in_bf16 else None,
+        )
 
 
 class _State(StrEnum):
@@ -123,7 +134,9 @@ class GradReducer:
         return param.register_post_accumulate_grad_hook(partial(self._accumulate, index))
 
     def _accumulate(self, index: int, param: torch.Tensor) -> None:
-        assert param.grad is not None
+        # Autograd runs this hook too where a layer gave it nothing, having added into main_grad itself.
+        if param.grad is None:
+            return
         param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
         param.grad = None
         self._arrived(index)
@@ -222,7 +235,7 @@ class GradReducer:
             piece = shards[:, cut.start : cut.stop]
             if self.sharded:
                 # Sub-slice c of every shard is contiguous only where it is the whole shard: else it is staged.
-                pending = self.dp.reduce_scatter(piece.reshape(-1), name)
+                pending = self.dp.reduce_scatter(piece.contiguous().view(-1), name)
                 self._flights.append((bucket.index, _Flight(pending, piece[self.shard].copy_)))
             else:
                 self._flights.append((bucket.index, _Flight(self.dp.all_reduce(piece.view(-1), name))))
