@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Sample = dict[str, NDArray[Any]]
-NO_PAD = -1
+NO_ID = -1  # for a token that the tokenizer does not have: no stored id equals it
 
 
 class SampleSource(Protocol):
@@ -25,8 +25,8 @@ class SampleRules:
     """Sequence length, the ids with a meaning, and what an end-of-document token changes."""
 
     sequence_length: int
-    eod: int
-    pad: int = NO_PAD
+    eod: int = NO_ID
+    pad: int = NO_ID
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
     reset_attention_mask: bool = False

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_overlap.config import TokenizerKind
 from megatron_overlap.data.byte_bpe import ByteBPE, byte_symbols
-from megatron_overlap.data.sample import NO_PAD
+from megatron_overlap.data.sample import NO_ID
 
 END_OF_TEXT = "<|endoftext|>"
-
-
-class TokenizerKind(StrEnum):
-    GPT2_BPE = "GPT2BPETokenizer"
-    HUGGING_FACE = "HuggingFaceTokenizer"
-    NULL = "NullTokenizer"
 
 
 NOT_YET = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
@@ -40,7 +34,7 @@ class TokenizerOptions(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Ids are 0 to vocab_size - 1; `eod` ends a document; `pad` is NO_PAD where no id means padding alone."""
+    """Ids are 0 to vocab_size - 1; `eod` ends a document; `pad` is NO_ID where no id means padding alone."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -64,7 +58,7 @@ class NullTokenizer:
             raise ValueError(f"--vocab-size {num_ids}: NullTokenizer needs at least one id")
         self.eod = num_ids
         self.vocab_size = num_ids + 1
-        self.pad = NO_PAD
+        self.pad = NO_ID
 
     def tokenize(self, text: str) -> list[int]:
         ids = []
@@ -84,12 +78,15 @@ class NullTokenizer:
 class GPT2BPETokenizer:
     """GPT-2's byte pairs from --vocab-file and --merge-file; a written-out end token is text like any other."""
 
-    def __init__(self, vocab_file: Path, merge_file: Path) -> None:
+    def __init__(self, vocab_file: Path, merge_file: Path, vocab_size: int | None = None) -> None:
         vocab = _read_vocab(vocab_file)
+        own = max(vocab.values()) + 1
+        if vocab_size is not None and vocab_size < own:
+            raise ValueError(f"--vocab-size {vocab_size} is less than the {own} ids of --vocab-file {vocab_file}")
         self._bpe = ByteBPE(vocab, _read_merges(merge_file, vocab))
-        self.vocab_size = max(vocab.values()) + 1
+        self.vocab_size = own if vocab_size is None else vocab_size
         self.eod = vocab[END_OF_TEXT]
-        self.pad = NO_PAD
+        self.pad = NO_ID
 
     def tokenize(self, text: str) -> list[int]:
         return self._bpe.encode(text)
@@ -164,21 +161,14 @@ def _build_null(options: TokenizerOptions, vocab_size: int | None) -> NullTokeni
 
 
 def _build_gpt2(options: TokenizerOptions, vocab_size: int | None) -> GPT2BPETokenizer:
-    files = []
     for flag, name in (("--vocab-file", options.vocab_file), ("--merge-file", options.merge_file)):
         if name is None:
             raise ValueError(f"--tokenizer-type GPT2BPETokenizer needs {flag}")
         if not Path(name).is_file():
             raise ValueError(f"{flag} {name}: no such file")
-        files.append(Path(name))
-    tokenizer = GPT2BPETokenizer(*files)
-    if vocab_size is not None:
-        if vocab_size < tokenizer.vocab_size:
-            raise ValueError(
-                f"--vocab-size {vocab_size} is less than the {tokenizer.vocab_size} ids of --vocab-file {files[0]}"
-            )
-        tokenizer.vocab_size = vocab_size
-    return tokenizer
+    assert options.vocab_file is not None
+    assert options.merge_file is not None
+    return GPT2BPETokenizer(Path(options.vocab_file), Path(options.merge_file), vocab_size)
 
 
 def _build_hugging_face(options: TokenizerOptions, vocab_size: int | None) -> HuggingFaceTokenizer:
@@ -249,8 +239,8 @@ def _load_file(path: Path) -> Any:
 
 
 def _unambiguous_pad(tokenizer: Any) -> int:
-    """The padding id, or NO_PAD where another special token has the same id and must not be masked out."""
+    """The padding id, or NO_ID where another special token has the same id and must not be masked out."""
     pad = tokenizer.pad_token_id
     names = ("eos", "bos", "unk", "sep", "cls", "mask")
     others = {getattr(tokenizer, f"{name}_token_id", None) for name in names}
-    return NO_PAD if pad is None or pad in others else int(pad)
+    return NO_ID if pad is None or pad in others else int(pad)
