@@ -141,9 +141,11 @@ class Channel:
 
     def barrier(self, name: str = "barrier") -> None:
         """Meet all ranks of the group."""
-        self.all_reduce(torch.zeros(1, device=self._device()), name).wait()
+        self.all_reduce(torch.zeros(1, device=self.device), name).wait()
 
-    def _device(self) -> torch.device:
+    @property
+    def device(self) -> torch.device:
+        """Where small tensors of this channel must live."""
         return (
             torch.device("cuda", torch.cuda.current_device()) if self.group.backend == "nccl" else torch.device("cpu")
         )

@@ -12,8 +12,10 @@ from megatron_overlap.topology.process_groups import Group, ProcessGroups
 
 @dataclass(frozen=True)
 class Channels:
-    """One channel per kind of traffic. `world`, `model_parallel` and `pipeline` carry scalars and small tables only, and
-    are not recorded."""
+    """One channel per kind of traffic.
+
+    `world`, `model_parallel` and `pipeline` carry scalars and small tables only, and are not recorded.
+    """
 
     tp: Channel
     dp: Channel
@@ -27,16 +29,26 @@ class Channels:
     recorder: Recorder
 
 
-def open_channels(groups: ProcessGroups, recorder: Recorder, *, overlap: bool, deterministic: bool = False) -> Channels:
-    """Channels over the groups; without `overlap` every collective is waited for where it is issued."""
+def open_channels(
+    groups: ProcessGroups,
+    recorder: Recorder,
+    *,
+    overlap: bool,
+    overlap_tp: bool | None = None,
+    deterministic: bool = False,
+) -> Channels:
+    """Channels over the groups; without `overlap` every collective is waited for where it is issued.
+
+    `overlap_tp` decides for the tensor-parallel channel alone.
+    """
     ledger = Ledger()
     unrecorded = Recorder(enabled=False)
 
-    def channel(group: Group, lane: Lane, record_in: Recorder = recorder) -> Channel:
-        return Channel(group, lane, ledger, record_in, blocking=not overlap, deterministic=deterministic)
+    def channel(group: Group, lane: Lane, record_in: Recorder = recorder, *, blocking: bool = not overlap) -> Channel:
+        return Channel(group, lane, ledger, record_in, blocking=blocking, deterministic=deterministic)
 
     return Channels(
-        tp=channel(groups.tp, Lane.TP),
+        tp=channel(groups.tp, Lane.TP, blocking=not (overlap if overlap_tp is None else overlap_tp)),
         dp=channel(groups.dp, Lane.DP),
         pp_forward=channel(groups.pp_forward, Lane.PP),
         pp_backward=channel(groups.pp_backward, Lane.PP),

@@ -132,7 +132,7 @@ class GPTStage(nn.Module):
     ) -> None:
         super().__init__()
         self.context, self.vocabulary = context, vocabulary
-        tied = not config.untie_embeddings_and_output_weights
+        self.tied = tied = not config.untie_embeddings_and_output_weights
         self.tied_copy = tied and part.is_last and not part.is_first
         self.embedding = Embedding(config, vocabulary, seed, context) if part.is_first else None
         self.decoder = Decoder(config, part, seed, context)
@@ -151,6 +151,23 @@ class GPTStage(nn.Module):
         if self.tied_copy and local_name == "output_layer.weight":
             return "embedding.word_embeddings.weight"
         return local_name
+
+    @property
+    def gradient_uses(self) -> dict[str, int]:
+        """Contributions per microbatch to the gradients of parameters that are used more than once."""
+        return (
+            {"embedding.word_embeddings.weight": 2} if self.tied and self.is_last and self.embedding is not None else {}
+        )
+
+    @property
+    def tied_parameter(self) -> nn.Parameter | None:
+        """The one of the two copies of a tied embedding that is here, where first and last stage differ."""
+        if self.tied_copy:
+            assert self.output_layer is not None
+            return self.output_layer.weight
+        if self.tied and self.embedding is not None and not self.is_last:
+            return self.embedding.word_embeddings.weight
+        return None
 
     @property
     def output_weight(self) -> torch.Tensor:

@@ -1,0 +1,62 @@
+"""The data of a run: the user's datasets or the token files that the flags name, as streams of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_overlap.data.build import build_datasets
+from megatron_overlap.data.loader import microbatch_loader
+from megatron_overlap.pipeline_parallel import Batch
+from megatron_overlap.training.build import Session
+from megatron_overlap.training.providers import DatasetsProvider
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """Map-style sets of samples; None where a split is empty or this rank reads nothing."""
+
+    train: Any
+    valid: Any
+    test: Any
+
+
+def open_datasets(session: Session, provider: DatasetsProvider | None, tokenizer: Any) -> Datasets:
+    """Build or open the datasets of this rank; rank 0 builds index caches while the others wait.
+
+    ValueError where a split that the flags ask for is empty.
+    """
+    config = session.config
+    evaluates = config.evaluation.eval_iters > 0
+    wanted = (config.train_samples, *((config.valid_samples, config.test_samples) if evaluates else (0, 0)))
+    if provider is not None:
+        return Datasets(*provider(config, tokenizer, wanted))
+    train, valid, test = build_datasets(
+        config,
+        tokenizer,
+        num_samples=wanted,
+        is_builder=session.rank == 0,
+        barrier=lambda: session.channels.world.barrier("datasets"),
+    )
+    if train is None:
+        raise ValueError(f"--split {config.data.split} leaves no training data")
+    return Datasets(train, valid, test)
+
+
+def stream(session: Session, dataset: Any, consumed_samples: int) -> Iterator[Batch] | None:
+    """This replica's microbatches of a dataset from a sample on; None where its stages read nothing."""
+    if not session.reads_data or dataset is None:
+        return None
+    config = session.config
+    return iter(
+        microbatch_loader(
+            dataset,
+            consumed_samples=consumed_samples,
+            micro_batch_size=config.training.micro_batch_size,
+            dp_rank=session.coordinates.dp,
+            dp_size=config.parallel.data_parallel_size,
+            num_workers=config.data.num_workers,
+            dataloader_type=config.data.dataloader_type.value,
+        )
+    )

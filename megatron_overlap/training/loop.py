@@ -1,0 +1,152 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+from megatron_overlap.grad_reduce.finalize import finalize_gradients
+from megatron_overlap.pipeline_parallel import Batch
+from megatron_overlap.training.build import Session
+from megatron_overlap.training.datasets import Datasets, stream
+from megatron_overlap.training.logbook import Logbook
+from megatron_overlap.training.progress import Progress
+from megatron_overlap.training.report import LM_LOSS, IterationStats
+from megatron_overlap.training.resume import load_latest, missing_checkpoint_lines, save
+from megatron_overlap.training.step import LossSum, NotFiniteError
+from megatron_overlap.training.stop import StopConditions
+
+logger = logging.getLogger(__name__)
+
+
+def train(session: Session, datasets: Datasets) -> None:
+    """Load, train to the last iteration, evaluate and save as the flags say; all ranks together."""
+    config = session.config
+    session, progress = load_latest(session)
+    if config.checkpoint.load is not None and session.rank == 0:
+        _say_loaded(session, progress)
+    if progress.iteration >= config.training.train_iters:
+        _say(session, f"nothing left to do: {progress.iteration} of {config.training.train_iters} iterations are done")
+        return
+    logbook = Logbook(session)
+    stop = StopConditions(session)
+    batches = stream(session, datasets.train, progress.consumed_train_samples)
+    _say(session, f"[before the start of training step] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
+    saved_at = progress.iteration
+    stopped = False
+    while progress.iteration < config.training.train_iters and not stopped:
+        logbook.add(train_iteration(session, progress, batches))
+        iteration = progress.iteration
+        if datasets.valid is not None and iteration % config.evaluation.eval_interval == 0:
+            losses = evaluate(session, datasets.valid, progress.consumed_valid_samples)
+            progress.consumed_valid_samples += config.evaluation.eval_iters * config.training.global_batch_size
+            logbook.add_validation(losses, progress)
+        reason = stop.reason(iteration)
+        interval = config.checkpoint.save_interval
+        if config.checkpoint.save and (reason or (interval and iteration % interval == 0)):
+            _save(session, progress)
+            saved_at = iteration
+        if reason:
+            stopped = True
+            _say(session, f"[{reason}, exiting program at iteration {iteration}] datetime: {datetime.now()}")
+    logbook.flush()
+    if not stopped:
+        _say(session, f"[after training is done] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
+        if config.checkpoint.save and saved_at != progress.iteration:
+            _save(session, progress)
+        for dataset, consumed, on in (
+            (datasets.valid, progress.consumed_valid_samples, "validation set"),
+            (datasets.test, 0, "test set"),
+        ):
+            if dataset is not None:
+                logbook.add_validation(evaluate(session, dataset, consumed), progress, on=on)
+    logbook.close()
+
+
+def train_iteration(session: Session, progress: Progress, batches: Iterator[Batch] | None) -> IterationStats:
+    """One step: forward and backward of all microbatches, reduction, update. NotFiniteError on all ranks together."""
+    start = time.perf_counter()
+    config = session.config
+    what = session.training_pass
+    for reducer in session.reducers:
+        reducer.wait_gather()
+        reducer.zero(what.num_microbatches)
+    session.passes.run(what, batches, progress.consumed_train_samples)
+    finalize_gradients(session.reducers, tp=session.channels.tp, embedding=session.channels.embedding)
+    losses = session.passes.sum_losses()
+    if config.training.check_for_nan_in_loss_and_grad and not math.isfinite(losses.total):
+        raise NotFiniteError(f"the loss is {losses.total} in iteration {progress.iteration + 1}")
+    result = session.optimizer.step(session.learning_rate.at(progress.schedule_samples))
+    if config.training.check_for_nan_in_loss_and_grad and not result.updated:
+        raise NotFiniteError(_describe_not_finite(session, progress))
+    batch_size = config.training.global_batch_size
+    progress.iteration += 1
+    progress.consumed_train_samples += batch_size
+    progress.updated_samples += batch_size * result.updated
+    progress.skipped_iterations += not result.updated
+    for reducer in session.reducers:
+        reducer.wait_gather()
+    session.channels.ledger.assert_empty()
+    return IterationStats(
+        iteration=progress.iteration,
+        seconds=time.perf_counter() - start,
+        batch_size=batch_size,
+        consumed_samples=progress.consumed_train_samples,
+        learning_rate=session.learning_rate.at(progress.schedule_samples),
+        losses=_loss_means(losses, what.num_microbatches * config.parallel.data_parallel_size),
+        grad_norm=result.grad_norm,
+        skipped=not result.updated,
+    )
+
+
+def evaluate(session: Session, dataset: Any, consumed_samples: int) -> dict[str, float]:
+    """Token-weighted mean losses over `--eval-iters` batches; leaves no trace in the training state."""
+    config = session.config
+    what = session.evaluation_pass
+    batches = stream(session, dataset, consumed_samples)
+    for index in range(config.evaluation.eval_iters):
+        first_sample = consumed_samples + index * config.training.global_batch_size
+        session.passes.run(what, batches, first_sample)
+    losses = session.passes.sum_losses()
+    num_microbatches = what.num_microbatches * config.parallel.data_parallel_size * config.evaluation.eval_iters
+    return _loss_means(losses, num_microbatches)
+
+
+def _loss_means(losses: LossSum, num_microbatches: int) -> dict[str, float]:
+    """The main loss per token, and what the user's loss function reports per microbatch."""
+    return {LM_LOSS: losses.mean, **{name: value / num_microbatches for name, value in losses.report.items()}}
+
+
+def _describe_not_finite(session: Session, progress: Progress) -> str:
+    names = [name for reducer in session.reducers for name in reducer.nonfinite()]
+    here = f"; on rank {session.rank}: {', '.join(names[:5])}" if names else ""
+    return f"the gradient is not finite in iteration {progress.iteration + 1}{here}"
+
+
+def _save(session: Session, progress: Progress) -> None:
+    start = time.perf_counter()
+    path = session.config.checkpoint.save
+    _say(session, f"saving checkpoint at iteration {progress.iteration:7d} to {path} in safetensors format")
+    save(session, progress)
+    took = time.perf_counter() - start
+    _say(session, f"  successfully saved checkpoint from iteration {progress.iteration:7d} to {path} ({took:.1f} s)")
+
+
+def _say_loaded(session: Session, progress: Progress) -> None:
+    options = session.config.checkpoint
+    if progress == Progress() and not options.finetune:
+        for line in missing_checkpoint_lines(session.config):
+            _say(session, line)
+        return
+    _say(session, f"  successfully loaded checkpoint from {options.load} at iteration {progress.iteration}")
+
+
+def _say(session: Session, line: str) -> None:
+    if session.rank == 0:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
