@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from megatron_overlap.comm import Channel, Pending
-from megatron_overlap.config import Config
 from megatron_overlap.grad_reduce.bucket_plan import (
     Bucket,
     BucketKind,
@@ -33,16 +32,6 @@ class ReduceOptions:
     num_buckets: int | None = None
     grad_dtype: torch.dtype | None = None
     piece_bytes: int = 16 * 2**20
-
-    @classmethod
-    def from_config(cls, config: Config) -> ReduceOptions:
-        parallel = config.parallel
-        return cls(
-            sharded=parallel.use_distributed_optimizer,
-            bucket_size=parallel.ddp_bucket_size,
-            num_buckets=parallel.ddp_num_buckets,
-            grad_dtype=torch.bfloat16 if config.precision.grad_reduce_in_bf16 else None,
-        )
 
 
 class _State(StrEnum):
@@ -87,6 +76,9 @@ class GradReducer:
         microbatch where they are not one; `unused`: names of parameters that may stay without a gradient."""
         named_params = list(named_params)
         assert named_params, f"{label} has no parameters"
+        frozen = [name for name, param in named_params if not param.requires_grad]
+        if frozen:
+            raise ValueError(f"{label}: frozen parameters are not supported: {', '.join(frozen)}")
         shapes = [
             shape_of(name, param, tied=param is tied or info_of(param).shared_copy) for name, param in named_params
         ]
@@ -111,7 +103,8 @@ class GradReducer:
         self._unused = unused
         self._flights: list[tuple[int, _Flight]] = []
         self._gathers: dict[int, list[_Flight]] = {}
-        self._handles = [self._attach(index, param) for index, (_, param) in enumerate(named_params)]
+        for index, (_, param) in enumerate(named_params):
+            self._attach(index, param)
         self._start(num_microbatches=1)
 
     # Collecting
@@ -128,10 +121,10 @@ class GradReducer:
         self._missing = [len(bucket.placements) for bucket in self.plan.buckets]
         self._states = [_State.COLLECTING for _ in self.plan.buckets]
 
-    def _attach(self, index: int, param: nn.Parameter) -> torch.utils.hooks.RemovableHandle:
+    def _attach(self, index: int, param: nn.Parameter) -> None:
         # Layers that add into main_grad themselves call grad_ready; autograd's gradients go through the hook.
         param.grad_ready = partial(self._arrived, index)  # type: ignore[attr-defined]
-        return param.register_post_accumulate_grad_hook(partial(self._accumulate, index))
+        param.register_post_accumulate_grad_hook(partial(self._accumulate, index))
 
     def _accumulate(self, index: int, param: torch.Tensor) -> None:
         # Autograd runs this hook too where a layer gave it nothing, having added into main_grad itself.
@@ -276,13 +269,6 @@ class GradReducer:
         """Have every parameter whole on this rank, from the shards of all."""
         self.issue_gather()
         self.wait_gather()
-
-    def detach(self) -> None:
-        """Take the hooks off the parameters."""
-        for handle in self._handles:
-            handle.remove()
-        for param in self.buffers.params.values():
-            del param.grad_ready  # type: ignore[attr-defined]
 
 
 def _unpack(piece: torch.Tensor, gathered: torch.Tensor) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from megatron_overlap.comm import Channel
-from megatron_overlap.config.schema.training import OptimizerConfig
 from megatron_overlap.grad_reduce.reducer import GradReducer
 from megatron_overlap.optimizer.grad_norm import clip_coefficient, scale_gradients, total_norm
 from megatron_overlap.optimizer.segments import (
@@ -33,10 +32,6 @@ class AdamOptions:
     beta2: float = 0.999
     eps: float = 1e-8
     clip_grad: float = 1.0
-
-    @classmethod
-    def from_config(cls, config: OptimizerConfig) -> AdamOptions:
-        return cls(config.weight_decay, config.adam_beta1, config.adam_beta2, config.adam_eps, config.clip_grad)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
-from megatron_overlap.config import Config
-
 Json = str | int | float | None
 
 
@@ -81,18 +79,6 @@ class LearningRate:
     def state(self) -> dict[str, Json]:
         """What a checkpoint stores of the schedule."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    @classmethod
-    def from_config(cls, config: Config) -> LearningRate:
-        """The schedule that the flags ask for."""
-        return cls(
-            max_lr=config.optimizer.lr,
-            min_lr=config.optimizer.min_lr,
-            init_lr=config.optimizer.lr_warmup_init,
-            warmup_samples=config.lr_warmup_samples,
-            decay_samples=config.lr_decay_samples,
-            style=DecayStyle(config.optimizer.lr_decay_style.value),
-        )
 
     @classmethod
     def from_state(cls, state: Mapping[str, Json]) -> LearningRate:
