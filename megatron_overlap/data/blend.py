@@ -74,7 +74,7 @@ class BlendIndex:
 def build_blend_index(weights: Sequence[float], size: int) -> BlendIndex:
     """Deterministic interleave: step k takes from the set with the largest weight * max(k, 1) - taken, first on ties.
 
-    A set is never ahead of weight * k by one sample or more, so proportions hold at every prefix of the run.
+    A set is never more than one sample ahead of its share, so proportions hold at every prefix of the run.
     """
     scaled = normalized(weights)
     members = np.empty(size, dtype=np.int16)
