@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 OLDEST_TORCH = (2, 13)
 _FAILURE_KEY = "megatron_overlap/failure"
+_ENDED_KEY = "megatron_overlap/ended"
 _WATCH_SECONDS = 1.0
 
 
@@ -36,7 +37,10 @@ class EnvironmentVariableError(ValueError):
 
 @dataclass(frozen=True)
 class Environment:
-    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun, srun wrappers or users set them."""
+    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun, srun wrappers or users set them.
+
+    `agent_store`: torchrun serves the store, which then outlives the ranks of an `attempt` that it starts anew.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -44,6 +48,7 @@ class Environment:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     agent_store: bool = False
+    attempt: int = 0
 
 
 def check_torch_version() -> None:
@@ -73,13 +78,17 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
             f"WORLD_SIZE={world_size}, but {', '.join(missing)} is not set: start with torchrun, "
             "or export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
         )
+    master_port = _integer(environ, "MASTER_PORT", 0)
+    if not 0 < master_port < 1 << 16:
+        raise EnvironmentVariableError(f"MASTER_PORT={master_port} must be from 1 to 65535")
     return Environment(
         rank=rank,
         world_size=world_size,
         local_rank=_integer(environ, "LOCAL_RANK", rank),
         master_addr=environ["MASTER_ADDR"],
-        master_port=_integer(environ, "MASTER_PORT", 0),
+        master_port=master_port,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
     )
 
 
@@ -110,18 +119,19 @@ def process_group(environment: Environment, backend: str, timeout: timedelta) ->
         rank=environment.rank,
         world_size=environment.world_size,
         agent_store=environment.agent_store,
+        attempt=environment.attempt,
         timeout=timeout,
     )
     watcher = _Watcher(store, environment) if environment.world_size > 1 else None
-    init_default_group(backend, store, rank=environment.rank, world_size=environment.world_size, timeout=timeout)
     try:
+        init_default_group(backend, store, rank=environment.rank, world_size=environment.world_size, timeout=timeout)
         yield
     except BaseException as error:
         if watcher is not None:
             watcher.report(error)
         raise
     if watcher is not None:
-        watcher.stop()
+        watcher.end(timeout)
     destroy_default_group()
 
 
@@ -154,7 +164,7 @@ class _Watcher:
 
     def __init__(self, store: Any, environment: Environment) -> None:
         self._store = store
-        self._rank = environment.rank
+        self._environment = environment
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, args=(store.clone(),), daemon=True)
         self._thread.start()
@@ -163,10 +173,18 @@ class _Watcher:
         """Tell the others why this rank ends; the first report stays."""
         self._stop.set()
         with contextlib.suppress(Exception):
-            text = f"rank {self._rank}: {first_line(error)}"
+            text = f"rank {self._environment.rank}: {first_line(error)}"
             self._store.compare_set(_FAILURE_KEY, "", text)
 
-    def stop(self) -> None:
+    def end(self, timeout: timedelta) -> None:
+        """Stop watching. The rank that serves the store waits for the others first: they would miss it."""
+        environment = self._environment
+        num_ended = self._store.add(_ENDED_KEY, 1)
+        give_up = time.monotonic() + timeout.total_seconds()
+        serves = environment.rank == 0 and not environment.agent_store
+        while serves and num_ended < environment.world_size and time.monotonic() < give_up:
+            time.sleep(0.05)
+            num_ended = self._store.add(_ENDED_KEY, 0)
         self._stop.set()
         self._thread.join(timeout=10 * _WATCH_SECONDS)
 
@@ -183,7 +201,7 @@ class _Watcher:
             # The main thread gets a moment to fail by itself, with its own place in the code.
             time.sleep(2 * _WATCH_SECONDS)
             if not self._stop.is_set():
-                end_process(f"rank {self._rank}: ending, since another rank failed: {reason}")
+                end_process(f"rank {self._environment.rank}: ending, since another rank failed: {reason}")
 
 
 def first_line(error: BaseException) -> str:
@@ -207,7 +225,7 @@ def setup_logging(rank: int) -> None:
 
 
 def quiet_libraries() -> None:
-    """Keep tokenizers from warning about forks of loader processes, and hub libraries from going online."""
+    """Keep tokenizers from warning about forks of loader processes."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

@@ -26,45 +26,32 @@ logger = logging.getLogger(__name__)
 
 def train(session: Session, datasets: Datasets) -> None:
     """Load, train to the last iteration, evaluate and save as the flags say; all ranks together."""
-    config = session.config
     session, progress = load_latest(session)
-    if config.checkpoint.load is not None and session.rank == 0:
-        _say_loaded(session, progress)
-    if progress.iteration >= config.training.train_iters:
-        _say(session, f"nothing left to do: {progress.iteration} of {config.training.train_iters} iterations are done")
+    _say_loaded(session, progress)
+    last = session.config.training.train_iters
+    if progress.iteration >= last:
+        _say(session, f"nothing left to do: {progress.iteration} of {last} iterations are done")
         return
-    logbook = Logbook(session)
-    stop = StopConditions(session)
+    logbook, stop, saver = Logbook(session), StopConditions(session), Saver(session, progress)
     batches = stream(session, datasets.train, progress.consumed_train_samples)
-    _say(session, f"[before the start of training step] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
-    saved_at = progress.iteration
-    stopped = False
-    while progress.iteration < config.training.train_iters and not stopped:
+    _say(session, f"[before the start of training step] datetime: {_now()}")
+    reason: str | None = None
+    while progress.iteration < last and reason is None:
         logbook.add(train_iteration(session, progress, batches))
-        iteration = progress.iteration
-        if datasets.valid is not None and iteration % config.evaluation.eval_interval == 0:
-            losses = evaluate(session, datasets.valid, progress.consumed_valid_samples)
-            progress.consumed_valid_samples += config.evaluation.eval_iters * config.training.global_batch_size
-            logbook.add_validation(losses, progress)
-        reason = stop.reason(iteration)
-        interval = config.checkpoint.save_interval
-        if config.checkpoint.save and (reason or (interval and iteration % interval == 0)):
-            _save(session, progress)
-            saved_at = iteration
-        if reason:
-            stopped = True
-            _say(session, f"[{reason}, exiting program at iteration {iteration}] datetime: {datetime.now()}")
+        if datasets.valid is not None and progress.iteration % session.config.evaluation.eval_interval == 0:
+            logbook.add_validation(validate(session, datasets.valid, progress), progress)
+        reason = stop.reason(progress.iteration)
+        saver.save_if_due(leaving=reason is not None)
     logbook.flush()
-    if not stopped:
-        _say(session, f"[after training is done] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
-        if config.checkpoint.save and saved_at != progress.iteration:
-            _save(session, progress)
-        for dataset, consumed, on in (
-            (datasets.valid, progress.consumed_valid_samples, "validation set"),
-            (datasets.test, 0, "test set"),
-        ):
-            if dataset is not None:
-                logbook.add_validation(evaluate(session, dataset, consumed), progress, on=on)
+    if reason is not None:
+        _say(session, f"[{reason}: exiting program at iteration {progress.iteration}] datetime: {_now()}")
+    else:
+        _say(session, f"[after training is done] datetime: {_now()}")
+        saver.save_if_due(leaving=True)
+        if datasets.valid is not None:
+            logbook.add_validation(validate(session, datasets.valid, progress), progress, on="validation set")
+        if datasets.test is not None:
+            logbook.add_validation(evaluate(session, datasets.test, 0), progress, on="test set")
     logbook.close()
 
 
@@ -104,6 +91,13 @@ def train_iteration(session: Session, progress: Progress, batches: Iterator[Batc
     )
 
 
+def validate(session: Session, dataset: Any, progress: Progress) -> dict[str, float]:
+    """Evaluate on the next samples of the validation set."""
+    losses = evaluate(session, dataset, progress.consumed_valid_samples)
+    progress.consumed_valid_samples += session.config.evaluation.eval_iters * session.config.training.global_batch_size
+    return losses
+
+
 def evaluate(session: Session, dataset: Any, consumed_samples: int) -> dict[str, float]:
     """Token-weighted mean losses over `--eval-iters` batches; leaves no trace in the training state."""
     config = session.config
@@ -128,22 +122,41 @@ def _describe_not_finite(session: Session, progress: Progress) -> str:
     return f"the gradient is not finite in iteration {progress.iteration + 1}{here}"
 
 
-def _save(session: Session, progress: Progress) -> None:
-    start = time.perf_counter()
-    path = session.config.checkpoint.save
-    _say(session, f"saving checkpoint at iteration {progress.iteration:7d} to {path} in safetensors format")
-    save(session, progress)
-    took = time.perf_counter() - start
-    _say(session, f"  successfully saved checkpoint from iteration {progress.iteration:7d} to {path} ({took:.1f} s)")
+class Saver:
+    """Saves at every `--save-interval`, and when the run is left at an iteration that is not saved yet."""
+
+    def __init__(self, session: Session, progress: Progress) -> None:
+        self._session = session
+        self._progress = progress
+        self._saved_at = progress.iteration
+
+    def save_if_due(self, *, leaving: bool) -> None:
+        options, iteration = self._session.config.checkpoint, self._progress.iteration
+        due = leaving or bool(options.save_interval and iteration % options.save_interval == 0)
+        if options.save is None or not due or iteration == self._saved_at:
+            return
+        start = time.perf_counter()
+        _say(self._session, f"saving checkpoint at iteration {iteration:7d} to {options.save} in safetensors format")
+        save(self._session, self._progress)
+        self._saved_at = iteration
+        took = time.perf_counter() - start
+        done = f"  successfully saved checkpoint from iteration {iteration:7d} to {options.save} ({took:.1f} s)"
+        _say(self._session, done)
 
 
 def _say_loaded(session: Session, progress: Progress) -> None:
     options = session.config.checkpoint
+    if options.load is None:
+        return
     if progress == Progress() and not options.finetune:
         for line in missing_checkpoint_lines(session.config):
             _say(session, line)
         return
     _say(session, f"  successfully loaded checkpoint from {options.load} at iteration {progress.iteration}")
+
+
+def _now() -> str:
+    return f"{datetime.now():%Y-%m-%d %H:%M:%S}"
 
 
 def _say(session: Session, line: str) -> None:
