@@ -154,9 +154,7 @@ _WARNED: dict[str, tuple[int | str, str]] = {
 }
 
 _LATER = "not available in this version;"
-_RECOMPUTE = (
-    f"{_LATER} use a smaller --micro-batch-size, or more pipeline or tensor-parallel ranks"
-)
+_RECOMPUTE = f"{_LATER} use a smaller --micro-batch-size, or more pipeline or tensor-parallel ranks"
 _ONE_LR = f"{_LATER} use one --lr and --min-lr for all parameters"
 _CONSTANT_BATCH = f"{_LATER} use a constant --global-batch-size"
 _CONSTANT_DECAY = f"{_LATER} use a constant --weight-decay"

@@ -18,7 +18,7 @@ from megatron_overlap.config.schema import all_fields, bare_type
 
 _GIVEN = "_given"  # where the namespace keeps the values of our own flags, apart from the user's arguments
 
-ExtraArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
+ExtraArguments = Callable[[argparse.ArgumentParser], object]
 
 
 @dataclass

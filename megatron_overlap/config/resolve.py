@@ -51,7 +51,8 @@ def _world(draft: Draft) -> None:
     draft.discard("world_size")
     draft.errors.append(
         f"world size {world} is not divisible by --tensor-model-parallel-size {tp} x "
-        f"--pipeline-model-parallel-size {pp} = {tp * pp}; start a multiple of {tp * pp} ranks, or use sizes whose product divides {world}"
+        f"--pipeline-model-parallel-size {pp} = {tp * pp}; start a multiple of {tp * pp} ranks, or use sizes whose "
+        f"product divides {world}"
     )
 
 

@@ -193,7 +193,10 @@ def _interleaving(config: Config) -> Problems:
             f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below --pipeline-model-parallel-size {pp}; "
             f"use {pp}"
         )
-    elif not _fills_groups(config.num_microbatches, group, pp):
+        return
+    unit = config.training.micro_batch_size * parallel.data_parallel_size
+    whole_microbatches = config.training.global_batch_size % unit == 0
+    if whole_microbatches and not _fills_groups(config.num_microbatches, group, pp):
         yield _too_few_microbatches(config)
 
 
@@ -229,7 +232,7 @@ def _schedule(config: Config) -> Problems:
             "--pipeline-schedule interleaved"
         )
     if config.overlap.pipeline_warmup is PipelineWarmup.EAGER and schedule is not PipelineSchedule.ONE_F_ONE_B:
-        yield f"--pipeline-warmup eager goes with --pipeline-schedule 1f1b, found {schedule}; use --pipeline-warmup auto"
+        yield f"--pipeline-warmup eager goes with --pipeline-schedule 1f1b, not {schedule}; use --pipeline-warmup auto"
 
 
 def _buckets(config: Config) -> Problems:

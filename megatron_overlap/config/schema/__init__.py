@@ -6,8 +6,9 @@ A value in a `Config` is final: nothing is left to be derived, and no kind is le
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,12 +127,15 @@ class Config:
         return cls(**built, extra=dict(groups.get("extra", {})))
 
 
-def all_fields() -> Iterator[tuple[str, str, Any, Option]]:
-    """Yield group name, field name, type and declaration of every field."""
-    for group_name, group in GROUPS.items():
-        hints = typing.get_type_hints(group)
-        for field in dataclasses.fields(group):
-            yield group_name, field.name, hints[field.name], option_of(field)
+@functools.cache
+def all_fields() -> tuple[tuple[str, str, Any, Option], ...]:
+    """Return group name, field name, type and declaration of every field."""
+    hints = {name: typing.get_type_hints(group) for name, group in GROUPS.items()}
+    return tuple(
+        (group_name, field.name, hints[group_name][field.name], option_of(field))
+        for group_name, group in GROUPS.items()
+        for field in dataclasses.fields(group)
+    )
 
 
 def bare_type(hint: Any) -> Any:
