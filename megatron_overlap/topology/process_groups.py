@@ -68,7 +68,44 @@ def make_process_groups(grid: Grid, timeout: timedelta) -> ProcessGroups:
         pp_forward=own(pipeline_groups, "pp_forward"),
         pp_backward=own(pipeline_groups, "pp_backward"),
         pipeline=own(pipeline_groups, "pipeline"),
-        embedding=own(grid.embedding_groups(), "embedding"),
         model_parallel=own(grid.model_parallel_groups(), "model_parallel"),
+        # Last: only some ranks make it, and torch names a group by how many its members have made before.
+        embedding=own(grid.embedding_groups(), "embedding"),
         world=Group(world, rank, backend, dist.group.WORLD if grid.world_size > 1 else None),
     )
+
+
+def default_group_exists() -> bool:
+    """Whether someone opened torch's default process group already."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def connect_store(
+    address: str, port: int, *, rank: int, world_size: int, agent_store: bool, attempt: int, timeout: timedelta
+) -> dist.Store:
+    """The store at which all ranks meet: rank 0 (or, with `agent_store`, the launcher) serves it.
+
+    Keys of earlier attempts of a launcher are out of sight.
+    """
+    if world_size == 1:
+        return dist.HashStore()
+    store = dist.TCPStore(
+        address,
+        port,
+        world_size=world_size,
+        is_master=rank == 0 and not agent_store,
+        timeout=timeout,
+        multi_tenant=True,
+    )
+    return dist.PrefixStore(f"attempt_{attempt}", store)
+
+
+def init_default_group(backend: str, store: dist.Store, *, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Open torch's default process group; needed for one rank too."""
+    prefixed = dist.PrefixStore("megatron_overlap/default", store)
+    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def destroy_default_group() -> None:
+    """Close every group of this process."""
+    dist.destroy_process_group()
