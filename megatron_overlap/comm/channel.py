@@ -140,8 +140,8 @@ class Channel:
         )
 
     def barrier(self, name: str = "barrier") -> None:
-        """Meet all ranks of the group."""
-        self.all_reduce(torch.zeros(1, device=self.device), name).wait()
+        """Meet all ranks of the group; on CUDA the host waits too."""
+        self.all_reduce(torch.zeros(1, device=self.device), name).wait().item()
 
     @property
     def device(self) -> torch.device:
