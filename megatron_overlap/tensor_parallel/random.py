@@ -43,7 +43,8 @@ def fill_normal(seed: int, std: float, tensor: torch.Tensor, piece: Piece) -> No
     for start in range(0, tensor.shape[0], step):
         block = flat[start : start + step]
         rows = torch.arange(block.shape[0], dtype=torch.int32) + (piece.offset[0] + start)
-        hashed = _mix(_mix(rows + base)[:, None] + channels)
+        # Rows are mixed before the base joins: no parameter is a shifted copy of another whose base is near.
+        hashed = _mix(_mix(_mix(rows) ^ base)[:, None] + channels)
         # Through double and single precision, so that vector and scalar code paths of a kernel round alike.
         block.copy_(_normal(hashed).mul_(std).float())
 
