@@ -25,13 +25,13 @@ from megatron_overlap.schedule.actions import (
     ActionKind,
     producer,
 )
-from megatron_overlap.schedule.simulate import Lists, unit_starts
+from megatron_overlap.schedule.simulate import Lists, block_starts
 
 
 class P2PMode(StrEnum):
     """How pipeline messages are waited for.
 
-    blocking: sends and receives between two computes are issued together and waited for before the second one.
+    blocking: sends and receives between two computes (or pairs of them) are issued together and waited for there.
     ahead: a receive is posted at least `ahead` computes before its use, and waited for by its use; a send is waited
     for only before the rank would have more than `max_sends` of its direction outstanding, and at the end.
     """
@@ -40,63 +40,93 @@ class P2PMode(StrEnum):
     AHEAD = "ahead"
 
 
+Blocks = list[list[tuple[Action, ...]]]
+
+
 @dataclass(slots=True)
 class _Gap:
-    """The communication a rank issues between two of its computes."""
+    """The communication a rank issues before one of its blocks, or after the last."""
 
     sends: list[Action] = field(default_factory=list)
     receives: list[Action] = field(default_factory=list)
 
 
 def add_communication(
-    orders: Lists, placement: Sequence[int], mode: P2PMode, *, ahead: int = 1, max_sends: int = 2
+    orders: Lists,
+    placement: Sequence[int],
+    mode: P2PMode,
+    *,
+    ahead: int = 1,
+    max_sends: int = 2,
+    pairs: bool = False,
 ) -> list[list[Action]]:
-    """Compute orders of all ranks with their messages; stages of one rank hand over without any."""
-    gaps = _place_messages(orders, placement, ahead if mode is P2PMode.AHEAD else 0)
+    """Compute orders of all ranks with their messages; stages of one rank hand over without any.
+
+    With `pairs`, blocking mode exchanges once per forward and backward pair after the warm-up, as Megatron does with
+    interleaving. It needs neighbours whose warm-up differs by two: one exchange per compute would have the forward
+    of each wait for the backward that the other is in.
+    """
     if mode is P2PMode.BLOCKING:
-        return [_blocking(order, own) for order, own in zip(orders, gaps, strict=True)]
-    return [_ahead(order, own, max_sends) for order, own in zip(orders, gaps, strict=True)]
+        blocks = [_in_pairs(order) if pairs else _alone(order) for order in orders]
+        gaps = _place_messages(blocks, placement, ahead=0)
+        return [_blocking(own, around) for own, around in zip(blocks, gaps, strict=True)]
+    blocks = [_alone(order) for order in orders]
+    gaps = _place_messages(blocks, placement, ahead=ahead)
+    return [_ahead(own, around, max_sends) for own, around in zip(blocks, gaps, strict=True)]
 
 
-def _place_messages(orders: Lists, placement: Sequence[int], ahead: int) -> list[list[_Gap]]:
-    """Per rank one gap before each compute, and one at the end."""
-    starts = unit_starts(orders, placement)
-    gaps = [[_Gap() for _ in range(len(order) + 1)] for order in orders]
+def _alone(order: Sequence[Action]) -> list[tuple[Action, ...]]:
+    return [(action,) for action in order]
+
+
+def _in_pairs(order: Sequence[Action]) -> list[tuple[Action, ...]]:
+    kinds = [action.kind for action in order]
+    first_backward = kinds.index(ActionKind.BACKWARD) if ActionKind.BACKWARD in kinds else len(order)
+    warmup = first_backward - 1 if first_backward < kinds.count(ActionKind.FORWARD) else first_backward
+    num_paired = 2 * (kinds.count(ActionKind.FORWARD) - warmup)
+    paired = [tuple(order[at : at + 2]) for at in range(warmup, warmup + num_paired, 2)]
+    alone = _alone(order)
+    return [*alone[:warmup], *paired, *alone[warmup + num_paired :]]
+
+
+def _place_messages(blocks: Blocks, placement: Sequence[int], *, ahead: int) -> list[list[_Gap]]:
+    """Per rank one gap before each block, and one at the end."""
+    starts = block_starts(blocks, placement)
+    gaps = [[_Gap() for _ in range(len(own) + 1)] for own in blocks]
     made_at: dict[Action, tuple[int, int]] = {
-        action: (rank, index) for rank, order in enumerate(orders) for index, action in enumerate(order)
+        action: (rank, index) for rank, own in enumerate(blocks) for index, block in enumerate(own) for action in block
     }
-    for rank, order in enumerate(orders):
-        for index, action in enumerate(order):
-            source = producer(action, len(placement))
-            if source is None or placement[source.stage] == rank:
-                continue
-            sender, sent = made_at[source]
-            gaps[sender][sent + 1].sends.append(Action(SEND_OF[source.kind], source.stage, source.microbatch))
-            latest = bisect_left(starts[rank], starts[sender][sent] + 1)
-            place = min(latest, max(index - ahead, 0))
-            gaps[rank][place].receives.append(Action(RECEIVE_OF[action.kind], action.stage, action.microbatch))
+    for action, (rank, index) in made_at.items():
+        source = producer(action, len(placement))
+        if source is None or placement[source.stage] == rank:
+            continue
+        sender, sent = made_at[source]
+        gaps[sender][sent + 1].sends.append(Action(SEND_OF[source.kind], source.stage, source.microbatch))
+        latest = bisect_left(starts[rank], starts[sender][sent] + len(blocks[sender][sent]))
+        place = min(latest, max(index - ahead, 0))
+        gaps[rank][place].receives.append(Action(RECEIVE_OF[action.kind], action.stage, action.microbatch))
     return gaps
 
 
-def _blocking(order: Sequence[Action], gaps: Sequence[_Gap]) -> list[Action]:
+def _blocking(blocks: Sequence[Sequence[Action]], gaps: Sequence[_Gap]) -> list[Action]:
     actions: list[Action] = []
-    for index, gap in enumerate(gaps):
+    for gap, block in zip(gaps, [*blocks, ()], strict=True):
         issued = [*gap.sends, *gap.receives]
-        actions += [*issued, *map(_wait_for, issued), *order[index : index + 1]]
+        actions += [*issued, *map(_wait_for, issued), *block]
     return actions
 
 
-def _ahead(order: Sequence[Action], gaps: Sequence[_Gap], max_sends: int) -> list[Action]:
+def _ahead(blocks: Sequence[Sequence[Action]], gaps: Sequence[_Gap], max_sends: int) -> list[Action]:
     actions: list[Action] = []
     outstanding: dict[ActionKind, deque[Action]] = {kind: deque() for kind in SEND_OF.values()}
-    for index, gap in enumerate(gaps):
+    for gap, block in zip(gaps, [*blocks, ()], strict=True):
         for send in gap.sends:
             sends = outstanding[send.kind]
             if len(sends) == max_sends:
                 actions.append(_wait_for(sends.popleft()))
             actions.append(send)
             sends.append(send)
-        actions += [*gap.receives, *order[index : index + 1]]
+        actions += [*gap.receives, *block]
     return [*actions, *(_wait_for(send) for sends in outstanding.values() for send in sends)]
 
 

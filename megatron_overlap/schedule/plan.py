@@ -104,7 +104,9 @@ def build_plan(request: PlanRequest) -> Plan:
     request = _resolve(request)
     placement = looped_placement(request.pp, request.virtual)
     orders = [_compute_order(request, pp_rank) for pp_rank in range(request.pp)]
-    lists = add_communication(orders, placement, request.p2p, max_sends=MAX_SENDS)
+    two_apart = request.schedule is ScheduleKind.INTERLEAVED or request.warmup is Warmup.EAGER
+    pairs = two_apart and request.schedule is not ScheduleKind.GPIPE
+    lists = add_communication(orders, placement, request.p2p, max_sends=MAX_SENDS, pairs=pairs)
     if not request.forward_only:
         lists = [add_reductions(actions) for actions in lists]
     plan = Plan(request, placement, tuple(map(tuple, lists)))

@@ -54,26 +54,37 @@ class DeadlockError(Exception):
 
 def unit_starts(orders: Lists, placement: Sequence[int]) -> list[list[int]]:
     """Start of every action of compute-only lists, where each takes a time of 1 and messages take none."""
+    return block_starts([[(action,) for action in order] for order in orders], placement)
+
+
+def block_starts(blocks: Sequence[Sequence[Sequence[Action]]], placement: Sequence[int]) -> list[list[int]]:
+    """As `unit_starts`, for runs of actions with no communication inside: all inputs before, all outputs after."""
     ends: dict[Action, int] = {}
-    starts: list[list[int]] = [[] for _ in orders]
+    starts: list[list[int]] = [[] for _ in blocks]
+    nows = [0] * len(blocks)
     waiting: dict[Action, int] = {}
-    awake = deque(range(len(orders)))
+    awake = deque(range(len(blocks)))
     while awake:
         rank = awake.popleft()
-        now = starts[rank][-1] + 1 if starts[rank] else 0
-        for action in orders[rank][len(starts[rank]) :]:
-            source = producer(action, len(placement))
-            if source is not None and source not in ends:
-                waiting[source] = rank
+        for block in blocks[rank][len(starts[rank]) :]:
+            inputs = _inputs(block, len(placement))
+            missing = next((source for source in inputs if source not in ends), None)
+            if missing is not None:
+                waiting[missing] = rank
                 break
-            now = max(now, ends[source] if source is not None else 0)
-            starts[rank].append(now)
-            ends[action] = now = now + 1
-            if action in waiting:
-                awake.append(waiting.pop(action))
-    if any(len(done) < len(order) for done, order in zip(starts, orders, strict=True)):
-        raise DeadlockError([len(done) for done in starts])
+            start = max([nows[rank], *(ends[source] for source in inputs)])
+            starts[rank].append(start)
+            nows[rank] = start + len(block)
+            ends.update(dict.fromkeys(block, nows[rank]))
+            awake.extend(waiting.pop(action) for action in block if action in waiting)
+    if any(len(done) < len(own) for done, own in zip(starts, blocks, strict=True)):
+        raise DeadlockError([sum(map(len, own[: len(done)])) for done, own in zip(starts, blocks, strict=True)])
     return starts
+
+
+def _inputs(block: Sequence[Action], num_stages: int) -> list[Action]:
+    sources = (producer(action, num_stages) for action in block)
+    return [source for source in sources if source is not None and source not in block]
 
 
 def simulate(lists: Lists, placement: Sequence[int], durations: Durations) -> list[Recording]:
