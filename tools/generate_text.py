@@ -106,22 +106,20 @@ def continuations(arguments: argparse.Namespace) -> Iterator[str]:
     problems = sampling.problems()
     if problems:
         raise ValueError("; ".join(problems))
-    folder = arguments.load
-    if arguments.ckpt_step is not None:
-        folder = folder / f"iter_{arguments.ckpt_step:07d}"
-    config, model, tokenizer = load_model(folder)
-    for prompt in arguments.prompts:
-        ids = tokenizer.tokenize(prompt)
-        ids += generate(
-            model,
-            ids,
-            num_tokens=arguments.num_tokens_to_generate,
-            context=config.model.seq_length,
-            vocab_size=tokenizer.vocab_size,
-            eod=tokenizer.eod,
-            sampling=sampling,
-        )
-        yield tokenizer.detokenize(ids)
+    with load_model(arguments.load, arguments.ckpt_step) as loaded:
+        tokenizer = loaded.tokenizer
+        for prompt in arguments.prompts:
+            ids = tokenizer.tokenize(prompt)
+            ids += generate(
+                loaded.model,
+                ids,
+                num_tokens=arguments.num_tokens_to_generate,
+                context=loaded.config.model.seq_length,
+                vocab_size=tokenizer.vocab_size,
+                eod=tokenizer.eod,
+                sampling=sampling,
+            )
+            yield tokenizer.detokenize(ids)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
