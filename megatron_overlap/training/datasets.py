@@ -15,11 +15,12 @@ from megatron_overlap.training.providers import DatasetsProvider
 
 @dataclass(frozen=True)
 class Datasets:
-    """Map-style sets of samples; None where a split is empty or this rank reads nothing."""
+    """Map-style sets of samples, None where a split is empty; `by_user`: what a stage reads of them is not known."""
 
     train: Any
     valid: Any
     test: Any
+    by_user: bool = False
 
 
 def open_datasets(session: Session, provider: DatasetsProvider | None, tokenizer: Any) -> Datasets:
@@ -31,7 +32,7 @@ def open_datasets(session: Session, provider: DatasetsProvider | None, tokenizer
     evaluates = config.evaluation.eval_iters > 0
     wanted = (config.train_samples, *((config.valid_samples, config.test_samples) if evaluates else (0, 0)))
     if provider is not None:
-        return Datasets(*provider(config, tokenizer, wanted))
+        return Datasets(*provider(config, tokenizer, wanted), by_user=True)
     train, valid, test = build_datasets(
         config,
         tokenizer,
@@ -44,9 +45,9 @@ def open_datasets(session: Session, provider: DatasetsProvider | None, tokenizer
     return Datasets(train, valid, test)
 
 
-def stream(session: Session, dataset: Any, consumed_samples: int) -> Iterator[Batch] | None:
+def stream(session: Session, dataset: Any, consumed_samples: int, *, by_user: bool = False) -> Iterator[Batch] | None:
     """This replica's microbatches of a dataset from a sample on; None where its stages read nothing."""
-    if not session.reads_data or dataset is None:
+    if not (session.reads_data or by_user):
         return None
     config = session.config
     return iter(

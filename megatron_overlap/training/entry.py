@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
@@ -39,6 +40,7 @@ from megatron_overlap.training.providers import (
 logger = logging.getLogger(__name__)
 
 STATUS_USAGE = 2
+_RANK_0_SPEAKS_SECONDS = 15.0
 
 
 def pretrain(
@@ -120,9 +122,11 @@ def main(argv: Sequence[str] | None = None, **own: Any) -> int:
         rank, world_size = environment.rank, environment.world_size
         pretrain(argv, **own)
     except ConfigError as error:
-        if rank == 0:
-            for message in error.messages:
-                sys.stderr.write(f"pretrain_gpt.py: error: {message}\n")
+        if rank > 0:
+            # All ranks find the same problems, and a launcher ends the others when the first is gone: rank 0 speaks.
+            time.sleep(_RANK_0_SPEAKS_SECONDS)
+        for message in error.messages:
+            sys.stderr.write(f"pretrain_gpt.py: error: {message}\n")
         return STATUS_USAGE
     except KeyboardInterrupt:
         return _fail(rank, world_size, "interrupted", 130)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from datetime import datetime
 
+from megatron_overlap.timeline.files import TimelineFile
 from megatron_overlap.training.build import Session
 from megatron_overlap.training.measure import CommMeter
 from megatron_overlap.training.memory import MemoryPeak
@@ -32,13 +33,17 @@ class Logbook:
         self._meter = IntervalMeter()
         self._memory = MemoryPeak(session.device)
         self._comm: CommMeter | None = None
-        if options.metrics_jsonl is not None:
+        self._timeline: TimelineFile | None = None
+        if options.metrics_jsonl is not None or options.timeline_dir is not None:
             session.channels.recorder.enabled = True
             self._comm = CommMeter(
                 session.channels,
                 num_stages=session.layout.num_stages,
                 num_microbatches=session.training_pass.num_microbatches,
             )
+            if options.timeline_dir is not None:
+                offset = self._comm.clock_offset
+                self._timeline = TimelineFile(options.timeline_dir, session.rank, clock_offset=offset)
         writes = session.is_last_rank
         self._metrics = MetricsFile(options.metrics_jsonl) if writes and options.metrics_jsonl else None
         self._tensorboard = TensorBoard(options.tensorboard_dir) if writes and options.tensorboard_dir else None
@@ -46,7 +51,9 @@ class Logbook:
     def add(self, stats: IterationStats) -> None:
         """Take in an iteration, and write where an interval ends."""
         if self._comm is not None:
-            self._comm.end_iteration()
+            recording = self._comm.end_iteration()
+            if self._timeline is not None and stats.iteration in self._session.config.logging.timeline_iters:
+                self._timeline.write(stats.iteration, recording)
         self._meter.add(stats)
         if stats.iteration % self._session.config.logging.log_interval == 0:
             self.flush()

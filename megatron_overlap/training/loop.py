@@ -33,13 +33,13 @@ def train(session: Session, datasets: Datasets) -> None:
         _say(session, f"nothing left to do: {progress.iteration} of {last} iterations are done")
         return
     logbook, stop, saver = Logbook(session), StopConditions(session), Saver(session, progress)
-    batches = stream(session, datasets.train, progress.consumed_train_samples)
+    batches = stream(session, datasets.train, progress.consumed_train_samples, by_user=datasets.by_user)
     _say(session, f"[before the start of training step] datetime: {_now()}")
     reason: str | None = None
     while progress.iteration < last and reason is None:
         logbook.add(train_iteration(session, progress, batches))
         if datasets.valid is not None and progress.iteration % session.config.evaluation.eval_interval == 0:
-            logbook.add_validation(validate(session, datasets.valid, progress), progress)
+            logbook.add_validation(validate(session, datasets, progress), progress)
         reason = stop.reason(progress.iteration)
         saver.save_if_due(leaving=reason is not None)
     logbook.flush()
@@ -49,9 +49,11 @@ def train(session: Session, datasets: Datasets) -> None:
         _say(session, f"[after training is done] datetime: {_now()}")
         saver.save_if_due(leaving=True)
         if datasets.valid is not None:
-            logbook.add_validation(validate(session, datasets.valid, progress), progress, on="validation set")
+            logbook.add_validation(validate(session, datasets, progress), progress, on="validation set")
         if datasets.test is not None:
-            logbook.add_validation(evaluate(session, datasets.test, 0), progress, on="test set")
+            logbook.add_validation(
+                evaluate(session, datasets.test, 0, by_user=datasets.by_user), progress, on="test set"
+            )
     logbook.close()
 
 
@@ -91,18 +93,18 @@ def train_iteration(session: Session, progress: Progress, batches: Iterator[Batc
     )
 
 
-def validate(session: Session, dataset: Any, progress: Progress) -> dict[str, float]:
+def validate(session: Session, datasets: Datasets, progress: Progress) -> dict[str, float]:
     """Evaluate on the next samples of the validation set."""
-    losses = evaluate(session, dataset, progress.consumed_valid_samples)
+    losses = evaluate(session, datasets.valid, progress.consumed_valid_samples, by_user=datasets.by_user)
     progress.consumed_valid_samples += session.config.evaluation.eval_iters * session.config.training.global_batch_size
     return losses
 
 
-def evaluate(session: Session, dataset: Any, consumed_samples: int) -> dict[str, float]:
+def evaluate(session: Session, dataset: Any, consumed_samples: int, *, by_user: bool = False) -> dict[str, float]:
     """Token-weighted mean losses over `--eval-iters` batches; leaves no trace in the training state."""
     config = session.config
     what = session.evaluation_pass
-    batches = stream(session, dataset, consumed_samples)
+    batches = stream(session, dataset, consumed_samples, by_user=by_user)
     for index in range(config.evaluation.eval_iters):
         first_sample = consumed_samples + index * config.training.global_batch_size
         session.passes.run(what, batches, first_sample)

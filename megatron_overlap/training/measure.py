@@ -30,14 +30,20 @@ class CommMeter:
         self._iterations = 0
         self._sums = torch.zeros(len(COMMUNICATION_LANES), len(_FIELDS), dtype=torch.float64)
 
-    def end_iteration(self) -> None:
-        """Take what the recorder holds as one iteration."""
+    @property
+    def clock_offset(self) -> float:
+        """Seconds to add to this rank's clock to get that of the first pipeline rank."""
+        return self._clock
+
+    def end_iteration(self) -> Recording:
+        """Take what the recorder holds as one iteration, and give it back."""
         recording = self._channels.recorder.take()
         summary = summarize(recording, self._send_times(recording))
         self._iterations += 1
         self._sums += torch.tensor(
             [[getattr(summary[lane], field) for field in _FIELDS] for lane in COMMUNICATION_LANES], dtype=torch.float64
         )
+        return recording
 
     def take(self) -> dict[Lane, KindSummary]:
         """Mean per iteration and rank since the last call."""
