@@ -114,7 +114,7 @@ def _add_extra(parser: CollectingParser, extra_args: ExtraArguments) -> None:
 
 def _add_field(group: Any, name: str, hint: Any, described: Option) -> None:
     kind = bare_type(hint)
-    help_text = described.help.replace("%", "%%")
+    help_text = _help(described)
     common: dict[str, Any] = {"dest": name, "action": _Record, "default": SUPPRESS}
     if kind is bool and described.form is Form.PLAIN:
         shown = SUPPRESS if described.default else help_text
@@ -126,15 +126,31 @@ def _add_field(group: Any, name: str, hint: Any, described: Option) -> None:
     convert = _converter(kind, described)
     extent: dict[str, Any] = {"nargs": "*"} if is_list else {}
     flags = on_flags(name, described)
-    group.add_argument(*flags, type=convert, metavar=_metavar(kind), help=help_text, **extent, **common)
+    group.add_argument(*flags, type=convert, metavar=_metavar(kind, described), help=help_text, **extent, **common)
     for flag, text in described.spelling.constants.items():
         group.add_argument(flag, nargs=0, const=convert(text), help=f"The same as {flags[0]} {text}.", **common)
 
 
-def _metavar(kind: Any) -> str:
+def _help(described: Option) -> str:
+    text = described.help.replace("%", "%%")
+    if described.form is Form.ON_OFF:
+        return f"{text} Default: {'on' if described.default else 'off'}."
+    plain = described.default is None or described.default == () or isinstance(described.default, bool)
+    return text if plain else f"{text} Default: {described.default}."
+
+
+def _metavar(kind: Any, described: Option) -> str:
+    if described.form is Form.ON_OFF:
+        return "{on,off}"
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return "{" + ",".join(member.value for member in kind) + "}"
-    return "X"
+        return "{" + ",".join(_words(kind, described)) + "}"
+    if described.form is Form.COMMAS:
+        return "N,N"
+    return {int: "N", float: "X"}.get(kind, "TEXT")
+
+
+def _words(kind: type[Enum], described: Option) -> list[str]:
+    return [member.value for member in kind if member.value not in described.refused]
 
 
 def _is_tuple(kind: Any) -> bool:
@@ -177,7 +193,7 @@ def _member(kind: type[Enum], text: str, described: Option) -> Enum:
     try:
         return kind(text)
     except ValueError:
-        words = [member.value for member in kind if member.value not in described.refused]
+        words = _words(kind, described)
         close = difflib.get_close_matches(text.lower(), [word.lower() for word in words], n=1)
         meant = next((f"; did you mean {word}?" for word in words if [word.lower()] == close), "")
         raise argparse.ArgumentTypeError(f"found {text!r}, choose from {', '.join(words)}{meant}") from None
@@ -285,20 +301,23 @@ def _judge_one(known: KnownFlag, value: Any, raw: RawArguments) -> None:
 
 
 def _judge_unknown(unknown: Sequence[str], candidates: Sequence[str], raw: RawArguments) -> None:
+    declared = _declared_flags()
     after_unknown_flag = False
     for token in unknown:
         if token.startswith("-") and len(token) > 1 and not _is_number(token):
             after_unknown_flag = True
             flag = token.split("=", 1)[0]
-            raw.errors.append(f"{flag}: {_advice(flag, candidates)}")
+            meant = None if family_reason(flag) else _closest(flag, candidates)
+            question = f"; did you mean {meant}?" if meant else ""
+            raw.errors.append(f"{flag}: {family_reason(flag) or 'unknown flag' + question}")
+            if meant in declared and declared[meant] not in raw.values:
+                raw.broken.add(declared[meant])
         elif not after_unknown_flag:
             raw.errors.append(f"{token!r}: no flag takes this value")
 
 
-def _advice(flag: str, candidates: Sequence[str]) -> str:
-    if reason := family_reason(flag):
-        return reason
+def _closest(flag: str, candidates: Sequence[str]) -> str | None:
     normal = {candidate.lower().replace("_", "-"): candidate for candidate in reversed(candidates)}
     wanted = "--" + flag.lower().lstrip("-").replace("_", "-")
     close = difflib.get_close_matches(wanted, normal, n=1, cutoff=0.75)
-    return f"unknown flag; did you mean {normal[close[0]]}?" if close else "unknown flag"
+    return normal[close[0]] if close else None

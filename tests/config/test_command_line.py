@@ -70,6 +70,11 @@ def test_unknown_flags_get_a_suggestion(flag: str, meant: str) -> None:
     assert problem(flag) == f"{flag.split('=')[0]}: unknown flag; did you mean {meant}?"
 
 
+def test_a_misspelled_flag_is_not_missing_as_well() -> None:
+    assert problem("-num-layers --num-layer 4") == "--num-layer: unknown flag; did you mean --num-layers?"
+    assert problem("--ffn-hidden-sizes 3 --tensor-model-parallel-size 4", world_size=4).startswith("--ffn-hidden-sizes")
+
+
 def test_unlike_anything() -> None:
     assert problem("--frobnicate-whole 3") == "--frobnicate-whole: unknown flag"
     assert problem("--seed 5 6") == "'6': no flag takes this value"
@@ -231,4 +236,6 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "--tensor-model-parallel-size" in shown
     assert "--disable-bias-linear" in shown
+    assert "--overlap {on,off}" in shown
+    assert "{auto,none,backward}" in shown
     assert "--use-mcore-models" not in shown

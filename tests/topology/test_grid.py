@@ -95,16 +95,16 @@ def test_longer_pipelines_embed_at_both_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "flag"),
+    ("sizes", "flag"),
     [
-        ({"tp": 0, "pp": 1, "dp": 1}, "--tensor-model-parallel-size"),
-        ({"tp": 1, "pp": -1, "dp": 1}, "--pipeline-model-parallel-size"),
-        ({"tp": 1, "pp": 1, "dp": 0}, "world size"),
+        ((0, 1, 1), "--tensor-model-parallel-size"),
+        ((1, -1, 1), "--pipeline-model-parallel-size"),
+        ((1, 1, 0), "world size"),
     ],
 )
-def test_grid_needs_ranks(values: dict[str, int], flag: str) -> None:
+def test_grid_needs_ranks(sizes: tuple[int, int, int], flag: str) -> None:
     with pytest.raises(ValueError, match=flag):
-        Grid(**values)
+        Grid(*sizes)
 
 
 def test_places_outside_the_grid() -> None:
