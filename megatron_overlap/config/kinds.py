@@ -84,6 +84,7 @@ class DataloaderKind(StrEnum):
     """Order in which samples are read."""
 
     SINGLE = "single"
+    CYCLIC = "cyclic"
 
 
 class TokenizerKind(StrEnum):

@@ -230,7 +230,7 @@ _REFUSED: dict[str, str] = {
     "--save-retain-interval": _WITHOUT,
     "--sgd-momentum": f"{_LATER} use --optimizer adam",
     "--skip-train": f"{_LATER} use --eval-interval during training",
-    "--spec": "is not supported; give your own model provider to pretrain() instead",
+    "--spec": "is not supported; give your own model_provider to pretrain() instead",
     "--squared-relu": _WITHOUT,
     "--start-weight-decay": _CONSTANT_DECAY,
     "--step-batch-size-schedule": _CONSTANT_BATCH,

@@ -296,8 +296,19 @@ def _judge_one(known: KnownFlag, value: Any, raw: RawArguments) -> None:
     spelled = " ".join([known.flag, *words[:1]]) if known.values else known.flag
     if known.verdict is Verdict.REFUSED:
         raw.errors.append(f"{spelled}: {known.reason}")
+        raw.broken.update(_required_fields_in(known.reason) - set(raw.values))
     elif known.verdict is Verdict.WARNED:
         raw.warnings.append(f"{spelled} changes nothing: {known.reason}")
+
+
+def _required_fields_in(reason: str) -> set[str]:
+    """Return the required fields whose flags a reason names: whoever is told to use them need not hear it twice."""
+    words = reason.replace(",", " ").replace(";", " ").split()
+    return {
+        name
+        for _, name, _, described in all_fields()
+        if described.need is Need.REQUIRED and set(on_flags(name, described)) & set(words)
+    }
 
 
 def _judge_unknown(unknown: Sequence[str], candidates: Sequence[str], raw: RawArguments) -> None:

@@ -41,6 +41,14 @@ def test_refused_in_one_line_each(arguments: str) -> None:
     assert not any("\n" in message for message in messages)
 
 
+def test_a_flag_that_is_asked_for_is_not_missing_as_well() -> None:
+    assert (
+        problem("-train-iters --train-samples 48")
+        == "--train-samples: not available in this version; use --train-iters"
+    )
+    assert len(problems("-train-iters --fp16")) == 2
+
+
 @pytest.mark.parametrize("known", [known for known in KNOWN if known.values], ids=lambda known: known.flag)
 def test_accepted_by_value(known: KnownFlag) -> None:
     for value in known.values:
