@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_overlap.config import ConfigError, PositionEmbedding, parse_config
+from megatron_overlap.config import ConfigError, DataloaderKind, PositionEmbedding, parse_config
 from tests.config.command import SMALL, config_of, parse, problem, problems
 
 
@@ -41,6 +41,7 @@ from tests.config.command import SMALL, config_of, parse, problem, problems
         ("--timeline-dir d --timeline-iters 4,5", "logging", "timeline_iters", (4, 5)),
         ("--timeline-dir d", "logging", "timeline_iters", (2, 3)),
         ("--overlap off", "overlap", "overlap", False),
+        ("--dataloader-type cyclic", "data", "dataloader_type", DataloaderKind.CYCLIC),
         ("--overlap=on", "overlap", "overlap", True),
     ],
 )

@@ -88,6 +88,7 @@ def test_checkpoint_format_says_what_is_written() -> None:
         ("--grad-reduce hybrid", "eager"),
         ("--lr-decay-style WSD", "cosine"),
         ("--optimizer sgd", "adam"),
+        ("--dataloader-type external", "datasets_provider"),
         ("--tokenizer-type Llama3Tokenizer", "HuggingFaceTokenizer"),
         ("--position-embedding-type alibi", "rope"),
         ("--context-parallel-size 2", "use 1"),

@@ -36,8 +36,7 @@ class DataConfig:
     dataloader_type: DataloaderKind = option(
         DataloaderKind.SINGLE,
         "Order of the samples.",
-        refused=not_available(("cyclic",), "single")
-        | {"external": "give your own data provider to pretrain() instead"},
+        refused={"external": "give your own datasets_provider to pretrain() instead"},
     )
     num_workers: int = option(2, "Loader processes of a rank.", limit=at_least(0))
     reset_position_ids: bool = option(False, "Count positions anew after an end token.")
