@@ -75,5 +75,5 @@ class Passes:
         names = sorted({name for loss in losses for name in loss.report})
         if not names:
             return {}
-        sums = torch.stack([sum(loss.report[name].double() for loss in losses) for name in names])  # type: ignore[arg-type]
+        sums = torch.stack([torch.stack([loss.report[name].double() for loss in losses]).sum() for name in names])
         return dict(zip(names, self._channels.dp.all_reduce(sums, "loss.reports").wait().tolist(), strict=True))
