@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 import logging
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -107,7 +108,7 @@ def train_command(folder: Folder, settings: Settings) -> list[str]:
         *("--attention-dropout", "0", "--hidden-dropout", "0", "--init-method-std", "0.02"),
         *("--micro-batch-size", str(settings.micro_batch_size)),
         *("--global-batch-size", str(settings.global_batch_size), "--train-iters", str(settings.train_iters)),
-        *("--lr", "2e-3", "--min-lr", "2e-4", "--lr-decay-style", "cosine", "--lr-warmup-iters", "20"),
+        *("--lr", "2e-3", "--min-lr", "2e-4", "--lr-decay-style", "cosine", "--lr-warmup-fraction", "0.1"),
         *("--weight-decay", "0.1", "--adam-beta2", "0.95", "--clip-grad", "1.0", "--seed", "1234"),
         *tokenizer_flags(folder),
         *("--data-path", str(folder.data), "--split", "95,5,0"),
@@ -151,9 +152,9 @@ def make_data(folder: Folder, progress: Progress) -> None:
 
 
 def documents_done(log: str) -> int:
-    """The newest count in the preprocess tool's lines `Processed N documents (...)`."""
-    counts = [line.split()[1] for line in log.splitlines() if line.startswith("Processed ")]
-    return int(counts[-1]) if counts and counts[-1].isdigit() else 0
+    """The newest count in the preprocess tool's progress, `documents: N documents [...]`."""
+    counts = re.findall(r"documents: (\d+) documents \[", log)
+    return int(counts[-1]) if counts else 0
 
 
 def make_model(folder: Folder, progress: Progress, settings: Settings) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+TOLD_LINES = 5
 TAIL_LINES = 25
 POLL_S = 0.2
 GRACE_S = 10.0
@@ -36,8 +37,14 @@ def run_child(command: Sequence[str], log: Path, *, poll: Callable[[], None] = l
         finally:
             end_tree(child)
     if child.returncode != 0:
-        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
-        raise ChildError(f"{' '.join(command[:6])} ... ended with status {child.returncode}; the end of {log}:\n{tail}")
+        reasons = "\n".join(reasons_in(log.read_text(encoding="utf-8", errors="replace").splitlines()))
+        raise ChildError(f"{' '.join(command[:6])} ... ended with status {child.returncode}; from {log}:\n{reasons}")
+
+
+def reasons_in(lines: Sequence[str]) -> Sequence[str]:
+    """The lines of a log in which a program of ours says why it ended; its last lines where there are none."""
+    told = [line for line in lines if ".py: " in line and "error" in line]
+    return told[:TOLD_LINES] or lines[-TAIL_LINES:]
 
 
 def end_tree(child: subprocess.Popen[bytes]) -> None:

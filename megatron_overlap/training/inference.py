@@ -13,6 +13,7 @@ import torch
 
 from megatron_overlap.checkpoint import CheckpointError, find_checkpoint, read_state
 from megatron_overlap.config import Config, TpOverlapMode
+from megatron_overlap.config.kinds import PipelineSchedule
 from megatron_overlap.data.tokenizer import build_tokenizer
 from megatron_overlap.model import GPTStage
 from megatron_overlap.timeline.spans import Recorder
@@ -81,7 +82,11 @@ def _alone(config: Config, found: Path) -> Config:
             sequence_parallel=False,
             use_distributed_optimizer=False,
         ),
-        overlap=dataclasses.replace(config.overlap, tp_overlap_mode=TpOverlapMode.NONE),
+        overlap=dataclasses.replace(
+            config.overlap,
+            tp_overlap_mode=TpOverlapMode.NONE,
+            pipeline_schedule=PipelineSchedule.ONE_F_ONE_B,
+        ),
         checkpoint=dataclasses.replace(
             config.checkpoint, load=str(found), load_optim=False, load_rng=False, finetune=False
         ),

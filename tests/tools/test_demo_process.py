@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.demo_process import ChildError, descendants, is_running, run_child
+from tools.demo_process import ChildError, descendants, is_running, reasons_in, run_child
 
 # A parent whose child sits in a session of its own, as a launcher's workers do; stubborn ones ignore SIGTERM.
 TREE = """
@@ -82,3 +82,10 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path, kind: signal.Signals, st
         assert not [pid for pid in tree if is_running(pid)]
     finally:
         demo.kill()
+
+
+def test_a_program_s_own_words_come_before_the_launcher_s() -> None:
+    launcher = [f"line {number} of a traceback" for number in range(60)]
+    told = "pretrain_gpt.py: rank 1: error: --split 1,0,0 leaves no validation data"
+    assert reasons_in([told, *launcher]) == [told]
+    assert reasons_in(launcher) == launcher[-25:]

@@ -42,9 +42,9 @@ def test_the_summary_takes_losses_from_all_and_times_after_warm_up() -> None:
     assert summary.last_loss == pytest.approx(8.45)
     assert summary.tokens_per_s == 1000.0
     assert summary.validation_perplexity == 10.0
-    assert [(kind.name, kind.megabytes, kind.hidden) for kind in summary.kinds] == [
-        ("tensor parallel", 2.0, 0.75),
-        ("pipeline", 1.0, 0.0),
+    assert [(kind.name, kind.megabytes, kind.busy_ms, kind.exposed_ms) for kind in summary.kinds] == [
+        ("tensor parallel", 2.0, 40.0, 10.0),
+        ("pipeline", 1.0, 4.0, 4.0),
     ]
 
 
@@ -66,7 +66,7 @@ def test_the_tables_show_every_kind_that_communicated() -> None:
         console.print(table)
     shown = console.export_text()
     assert "tensor parallel" in shown
-    assert "75%" in shown
+    assert "20.0%" in shown
     assert "data parallel" not in shown
 
 
