@@ -141,10 +141,9 @@ def check_bounds(lists: Lists, stash: Sequence[int], sends: int) -> None:
         if held > stash[rank]:
             raise ScheduleError(f"rank {rank} holds {held} microbatches, more than {stash[rank]}")
         for kind in SENDS:
-            if peak_outstanding(actions, kind) > sends:
-                raise ScheduleError(
-                    f"rank {rank} has {peak_outstanding(actions, kind)} {kind} outstanding, not {sends}"
-                )
+            outstanding = peak_outstanding(actions, kind)
+            if outstanding > sends:
+                raise ScheduleError(f"rank {rank} has {outstanding} sends {kind} outstanding, more than {sends}")
 
 
 def peak_stash(actions: Sequence[Action]) -> int:

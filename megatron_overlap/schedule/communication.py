@@ -34,6 +34,10 @@ class P2PMode(StrEnum):
     blocking: sends and receives between two computes (or pairs of them) are issued together and waited for there.
     ahead: a receive is posted at least `ahead` computes before its use, and waited for by its use; a send is waited
     for only before the rank would have more than `max_sends` of its direction outstanding, and at the end.
+
+    Outstanding per rank and direction in mode ahead: at most `max_sends` sends; at most `ahead` + 1 receives posted
+    and not used with GPipe and 1F1B, and up to N - p + p // 2 more with interleaving in groups of N microbatches, as
+    a message that is made long before its use is received when it is sent.
     """
 
     BLOCKING = "blocking"
