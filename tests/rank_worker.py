@@ -121,7 +121,9 @@ def _import_file(name: str, source: str) -> ModuleType:
 @contextlib.contextmanager
 def _environment(job: Job, rank: int) -> Iterator[None]:
     """Give each check the state of a new process, as far as torch, logging and signals go."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world))
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.world)}
+    # The rendezvous has taken place: no port is opened, but a program may ask for one.
+    os.environ.update({**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
     handlers, level = list(logging.root.handlers), logging.root.level

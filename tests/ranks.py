@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import inspect
+import io
 import json
 import multiprocessing
 import os
@@ -48,20 +49,29 @@ def run_ranks(
     return _pool().run(world, check, args, shim=shim or "", timeout=timeout)
 
 
-def run_training(
-    world: int, argv: Sequence[str], *, shim: str | None = None, timeout: float = 120
-) -> list[dict[str, Any]]:
-    """Train in the pool's ranks with the program's flags and return the lines of `--metrics-jsonl`."""
+@dataclass(frozen=True)
+class Training:
+    """The objects of `--metrics-jsonl`, and what each rank printed."""
+
+    metrics: list[dict[str, Any]]
+    stdout: list[str]
+
+
+def run_training(world: int, argv: Sequence[str], *, shim: str | None = None, timeout: float = 120) -> Training:
+    """Train in the pool's ranks with the program's flags."""
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder, "metrics.jsonl")
-        run_ranks(world, _train, ([*argv, "--metrics-jsonl", str(metrics)],), shim=shim, timeout=timeout)
-        return [json.loads(line) for line in metrics.read_text().splitlines()]
+        argv = [*argv, "--metrics-jsonl", str(metrics)]
+        stdout = run_ranks(world, _train, (argv,), shim=shim, timeout=timeout)
+        return Training([json.loads(line) for line in metrics.read_text().splitlines()], stdout)
 
 
-def _train(argv: list[str]) -> None:
+def _train(argv: list[str]) -> str:
     from megatron_overlap.training import pretrain
 
-    pretrain(argv)
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        pretrain(argv)
+    return stdout.getvalue()
 
 
 @dataclass(frozen=True)
