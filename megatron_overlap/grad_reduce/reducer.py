@@ -24,14 +24,18 @@ from megatron_overlap.tensor_parallel.parameter import info_of
 
 @dataclass(frozen=True)
 class ReduceOptions:
-    """How gradients are laid out and sent. `grad_dtype` is the one of the main gradients (None: fp64 for
-    fp64 parameters, fp32 for all others); `piece_bytes` bounds what one collective holds of a bucket."""
+    """How gradients are laid out and sent.
+
+    `grad_dtype`: of the main gradients (None: fp64 for fp64 parameters, fp32 for all others). `piece_bytes` bounds
+    what one collective holds of a bucket. `eager`: a plain bucket is issued as soon as its last gradient has come.
+    """
 
     sharded: bool = False
     bucket_size: int | None = None
     num_buckets: int | None = None
     grad_dtype: torch.dtype | None = None
     piece_bytes: int = 16 * 2**20
+    eager: bool = False
 
 
 class _State(StrEnum):
@@ -97,6 +101,7 @@ class GradReducer:
         self.buffers = StageBuffers(named_params, self.plan, grad_dtype=grad_dtype)
         self.shard = dp.rank if self.sharded else 0
         self.piece_bytes = options.piece_bytes
+        self.eager = options.eager
         self._names = [name for name, _ in named_params]
         self._bucket_of = [self.plan.placement(name).bucket for name in self._names]
         self._uses = [(uses or {}).get(name, 1) for name in self._names]
@@ -144,6 +149,8 @@ class GradReducer:
             )
         if self._counts[index] == self._expected[index]:
             self._missing[bucket] -= 1
+            if self.eager and not self._missing[bucket]:
+                self.issue_complete()
 
     def check_complete(self, buckets: Iterable[Bucket] | None = None) -> None:
         """RuntimeError naming the parameters whose number of contributions is not the expected one."""

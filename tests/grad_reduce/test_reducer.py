@@ -238,16 +238,17 @@ def test_one_gather_per_bucket_in_order_of_first_use() -> None:
     assert names == [f"stage.weights{bucket}.0" for bucket in reversed(range(buckets))]
 
 
-def issue_after_each_microbatch() -> None:
+def issue_after_each_microbatch(eager: bool) -> None:
     ledger = Ledger()
     params = make_params()
-    reducer = GradReducer(params, channel_over(range(2), ledger=ledger), ReduceOptions(bucket_size=1))
+    reducer = GradReducer(params, channel_over(range(2), ledger=ledger), ReduceOptions(bucket_size=1, eager=eager))
+    issue = (lambda: None) if eager else reducer.issue_complete
     reducer.zero(MICROBATCHES)
     backward(params, SPECS, rank=dist.get_rank(), microbatch=0)
-    reducer.issue_complete()
+    issue()
     ledger.assert_empty()
     backward(params[1:], SPECS[1:], rank=dist.get_rank(), microbatch=1)
-    reducer.issue_complete()
+    issue()
     with pytest.raises(RuntimeError, match=f"{len(SPECS) - 1} operations were issued"):
         ledger.assert_empty()
     backward(params[:1], SPECS[:1], rank=dist.get_rank(), microbatch=1)
@@ -256,8 +257,9 @@ def issue_after_each_microbatch() -> None:
 
 
 @ranks
-def test_a_bucket_is_issued_after_its_last_microbatch_only() -> None:
-    run_ranks(2, issue_after_each_microbatch)
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_bucket_is_issued_after_its_last_microbatch_only(eager: bool) -> None:
+    run_ranks(2, issue_after_each_microbatch, (eager,))
 
 
 def _operation_names(recorder: Recorder) -> list[str]:
