@@ -51,12 +51,12 @@ class IndexCache:
                 "point --data-cache-path at a folder that can be written and that all ranks see"
             ) from error
 
-    def load(self, *names: str, visible_within_s: float = VISIBLE_WITHIN_S) -> list[NDArray[Any]]:
+    def load(self, *names: str) -> list[NDArray[Any]]:
         """Map the named arrays, waiting a bounded time for files that another machine has just written."""
-        return [self._load(self.path(name), visible_within_s) for name in names]
+        return [self._load(self.path(name)) for name in names]
 
-    def _load(self, path: Path, visible_within_s: float) -> NDArray[Any]:
-        deadline = time.monotonic() + visible_within_s
+    def _load(self, path: Path) -> NDArray[Any]:
+        deadline = time.monotonic() + VISIBLE_WITHIN_S
         while not path.is_file():
             if time.monotonic() >= deadline:
                 raise ValueError(
