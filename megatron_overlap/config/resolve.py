@@ -185,6 +185,8 @@ def _gradient_overlap(draft: Draft) -> None:
         draft.errors.append("--overlap-param-gather needs overlapped gradients; leave --grad-reduce sync out")
     if values.overlap_param_gather and not values.use_distributed_optimizer:
         draft.errors.append("--overlap-param-gather needs --use-distributed-optimizer; add it")
+    if values.overlap_param_gather and values.overlap:
+        draft.warnings.append("--overlap-param-gather: this version gathers right after the step; results are the same")
     if not values.overlap:
         values.grad_reduce = GradReduce.SYNC
     elif values.grad_reduce is GradReduce.AUTO:

@@ -63,13 +63,20 @@ class Executor:
         self._sending: dict[MessageKey, Pending] = {}
         self._receiving: dict[MessageKey, Pending] = {}
 
-    def run(self, actions: Sequence[Action], inputs: StepInputs) -> None:
-        """Run a whole list. An error names the action it came from; nothing is left in flight after a good end."""
+    def run(
+        self, actions: Sequence[Action], inputs: StepInputs, *, picture: Callable[[int], str] | None = None
+    ) -> None:
+        """Run a whole list. Nothing is left in flight after a good end.
+
+        An error names the action it came from, and shows `picture(index)`, the schedule with that action marked.
+        """
         for number, action in enumerate(actions):
             try:
                 self._table[action.kind](action, inputs)
             except Exception as error:
                 error.add_note(f"in action {action}, number {number + 1} of {len(actions)} of this pipeline rank")
+                if picture is not None:
+                    error.add_note(picture(number))
                 raise
         assert not self._made, f"results that nobody used: {sorted(self._made)}"
         assert not self._sending, f"sends that nobody waited for: {sorted(self._sending)}"

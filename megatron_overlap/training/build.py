@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron_overlap.comm import Channels, open_channels
 from megatron_overlap.config import Config, padded_vocab_size
-from megatron_overlap.config.kinds import TpOverlapMode
+from megatron_overlap.config.kinds import GradReduce, TpOverlapMode
 from megatron_overlap.grad_reduce.reducer import GradReducer, ReduceOptions
 from megatron_overlap.model import initialize_parameters
 from megatron_overlap.optimizer.adam import AdamOptions, ShardedAdam
@@ -142,8 +142,8 @@ def open_session(
         padded_vocab_size=padded,
         stages=stages,
         passes=Passes(stages, executor, channels, shape),
-        training_pass=Pass(make_plan(config, forward_only=False).actions(at.pp), microbatches, scale),
-        evaluation_pass=Pass(make_plan(config, forward_only=True).actions(at.pp), microbatches, None),
+        training_pass=Pass(make_plan(config, forward_only=False), at.pp, microbatches, scale),
+        evaluation_pass=Pass(make_plan(config, forward_only=True), at.pp, microbatches, None),
         reducers=reducers,
         optimizer=optimizer,
         learning_rate=make_learning_rate(config),
@@ -205,6 +205,7 @@ def _make_reducer(config: Config, channels: Channels, stage: Stage) -> GradReduc
             bucket_size=config.parallel.ddp_bucket_size,
             num_buckets=config.parallel.ddp_num_buckets,
             grad_dtype=torch.bfloat16 if config.precision.grad_reduce_in_bf16 else None,
+            eager=config.overlap.grad_reduce is GradReduce.EAGER,
         ),
         label=f"stage{stage.number}",
         tied=tied if channels.embedding.size > 1 else None,
@@ -283,5 +284,7 @@ def _describe_overlap(config: Config) -> list[str]:
         on = "receives posted ahead, sends waited for late" if overlap.overlap_p2p_communication else "off"
         lines.append(f"overlap pp: {on}")
     if parallel.data_parallel_size > 1:
-        lines.append("overlap dp: buckets are in flight together, after the last backward")
+        eager = overlap.grad_reduce is GradReduce.EAGER
+        when = "as soon as its last gradient is made" if eager else "after the last backward"
+        lines.append(f"overlap dp: {overlap.grad_reduce.value}: every bucket is issued {when}")
     return lines

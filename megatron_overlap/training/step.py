@@ -10,6 +10,7 @@ import torch
 from megatron_overlap.comm import Channels
 from megatron_overlap.pipeline_parallel import Batch, Executor, MicrobatchLoss, Stage, StepInputs
 from megatron_overlap.schedule.actions import Action
+from megatron_overlap.schedule.plan import Plan
 from megatron_overlap.training.batches import BatchShape, StepBatches
 
 
@@ -32,11 +33,20 @@ class LossSum:
 
 @dataclass(frozen=True)
 class Pass:
-    """One run of an action list over `num_microbatches` microbatches per replica."""
+    """One run of this rank's action list over `num_microbatches` microbatches per replica."""
 
-    actions: Sequence[Action]
+    plan: Plan
+    pp_rank: int
     num_microbatches: int
     loss_scale: float | None
+
+    @property
+    def actions(self) -> Sequence[Action]:
+        return self.plan.actions(self.pp_rank)
+
+    def picture(self, index: int) -> str:
+        """The schedule of all ranks with one action of this one marked."""
+        return self.plan.grid_text(mark=(self.pp_rank, index))
 
 
 class Passes:
@@ -54,7 +64,7 @@ class Passes:
         inputs = StepInputs(batch=batches, loss_scale=what.loss_scale, reduce=lambda stage: None)
         for stage in self.stages.values():
             stage.module.train(what.loss_scale is not None)
-        self._executor.run(what.actions, inputs)
+        self._executor.run(what.actions, inputs, picture=what.picture)
 
     def sum_losses(self) -> LossSum:
         """The losses of the microbatches since the last call, the same on every rank."""
