@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -108,7 +109,7 @@ def continuations(arguments: argparse.Namespace) -> Iterator[str]:
         raise ValueError("; ".join(problems))
     with load_model(arguments.load, arguments.ckpt_step) as loaded:
         tokenizer = loaded.tokenizer
-        for prompt in arguments.prompts:
+        for place, prompt in enumerate(arguments.prompts):
             ids = tokenizer.tokenize(prompt)
             ids += generate(
                 loaded.model,
@@ -117,7 +118,7 @@ def continuations(arguments: argparse.Namespace) -> Iterator[str]:
                 context=loaded.config.model.seq_length,
                 vocab_size=tokenizer.vocab_size,
                 eod=tokenizer.eod,
-                sampling=sampling,
+                sampling=dataclasses.replace(sampling, seed=sampling.seed + place),
             )
             yield tokenizer.detokenize(ids)
 
