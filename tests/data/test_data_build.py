@@ -69,7 +69,8 @@ def build(
     builder: bool = True,
 ) -> Datasets:
     config = cast(Config, Settings(data, Model(length)))
-    return build_datasets(config, NullTokenizer(vocab_size), num_samples, builder, lambda: None)
+    train, valid, test = num_samples
+    return build_datasets(config, NullTokenizer(vocab_size), (train, valid, test), builder, lambda: None)
 
 
 def make_set(prefix: Path, num_sequences: int, first: int = 0) -> list[list[int]]:
