@@ -17,6 +17,9 @@ from megatron_overlap.data.sample import Sample, SampleSource
 # A member set is built with this much more than its share, since the interleave may run ahead of it.
 SURPLUS = 0.005
 MAX_MEMBERS = 32767  # member numbers are stored in 16 bits
+# Steps of an interleave that are worked out one after the other, and blocks of them side by side.
+BLOCK = 1024
+MAX_BLOCKS = 4096
 
 
 @dataclass(frozen=True)
@@ -76,18 +79,51 @@ def build_blend_index(weights: Sequence[float], size: int) -> BlendIndex:
 
     A set is never more than one sample ahead of its share, so proportions hold at every prefix of the run.
     """
-    scaled = normalized(weights)
-    members = np.empty(size, dtype=np.int16)
+    members = _interleave(np.asarray(normalized(weights)), size)
+    counts = np.bincount(members, minlength=len(weights)).astype(np.int64)
+    # Within each set samples are taken in order: number the steps of a set from 0.
     samples = np.empty(size, dtype=np.int64)
-    taken = [0] * len(scaled)
-    for k in range(size):
-        step = float(max(k, 1))
-        lags = [weight * step - count for weight, count in zip(scaled, taken, strict=True)]
-        member = lags.index(max(lags))
-        members[k] = member
-        samples[k] = taken[member]
-        taken[member] += 1
-    return BlendIndex(members, samples, np.asarray(taken, dtype=np.int64))
+    samples[np.argsort(members, kind="stable")] = np.arange(size) - np.repeat(np.cumsum(counts) - counts, counts)
+    return BlendIndex(members, samples, counts)
+
+
+def _interleave(weights: NDArray[np.float64], size: int) -> NDArray[np.int16]:
+    """The set of each step.
+
+    Every step depends on the one before, but the state (samples taken of each set) soon forgets where it began. So
+    the steps are cut into blocks that run side by side, each from a guess of its state. A guess that was wrong is
+    then put right from its block's start to the step where both states meet, usually within a hundred steps.
+    """
+    block = max(BLOCK, -(-size // MAX_BLOCKS))
+    firsts = np.arange(0, size, block)
+    guesses = _rounded_shares(weights, firsts)
+    taken = guesses.copy()
+    members = np.empty((len(firsts), block), dtype=np.int16)
+    for step in range(block):
+        picks = np.argmax(weights * np.maximum(firsts + step, 1)[:, None] - taken, axis=1)
+        taken[np.arange(len(firsts)), picks] += 1
+        members[:, step] = picks
+    for number in range(1, len(firsts)):
+        state, guess = taken[number - 1].copy(), guesses[number]
+        step = 0
+        while step < block and not np.array_equal(state, guess):
+            pick = np.argmax(weights * float(firsts[number] + step) - state)
+            guess[members[number, step]] += 1
+            members[number, step] = pick
+            state[pick] += 1
+            step += 1
+        if step == block:
+            taken[number] = state
+    return members.reshape(-1)[:size]
+
+
+def _rounded_shares(weights: NDArray[np.float64], steps: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Whole numbers [steps, sets] near weight * step that add up to the step."""
+    shares = weights * steps[:, None]
+    taken = np.floor(shares).astype(np.int64)
+    missing = steps - taken.sum(axis=1)
+    places = np.argsort(np.argsort(taken - shares, axis=1, kind="stable"), axis=1)
+    return taken + (places < missing[:, None])
 
 
 @dataclass(frozen=True)

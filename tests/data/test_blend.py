@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_overlap.data import blend
 from megatron_overlap.data.blend import (
     Blend,
     BlendedDataset,
@@ -37,13 +38,29 @@ def pairs(index: BlendIndex) -> list[tuple[int, int]]:
     return list(zip(index.members.tolist(), index.samples.tolist(), strict=True))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(WEIGHTS, st.integers(0, 300))
 def test_interleave_is_that_of_the_oracle(weights: list[float], size: int) -> None:
     index = build_blend_index(weights, size)
     assert pairs(index) == oracle.blend(weights, size)
     assert (index.members.dtype, index.samples.dtype) == (np.int16, np.int64)
     assert index.counts.tolist() == np.bincount(index.members, minlength=len(weights)).tolist()
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(WEIGHTS, st.integers(0, 300), st.integers(1, 20), st.integers(1, 20))
+def test_blocks_of_an_interleave_join_without_a_trace(
+    weights: list[float], size: int, block: int, max_blocks: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blend, "BLOCK", block)
+        patch.setattr(blend, "MAX_BLOCKS", max_blocks)
+        assert pairs(build_blend_index(weights, size)) == oracle.blend(weights, size)
+
+
+def test_many_sets_of_very_different_weights_over_several_blocks() -> None:
+    weights = (np.random.default_rng(3).dirichlet(np.full(40, 0.3)) + 1e-9).tolist()
+    assert pairs(build_blend_index(weights, 5000)) == oracle.blend(weights, 5000)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
