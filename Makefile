@@ -7,6 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CREATED := $(VENV)/.created
 RUNTIME := $(VENV)/.installed-runtime
 DEVELOPMENT := $(VENV)/.installed-development
+CAMPAIGN := $(VENV)/.installed-campaign
 STRICT := megatron_overlap/config megatron_overlap/schedule megatron_overlap/timeline megatron_overlap/topology/grid.py
 
 export OMP_NUM_THREADS ?= 1
@@ -15,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make demo      install, then train, evaluate and sample a small GPT on 4 processes (results in demo/)"
 	@echo "make test      the test suite, with a fixed sample of the long campaigns"
-	@echo "make campaign  the long campaigns in full; writes examples/results/campaign.md"
+	@echo "make campaign  all tests, the long ones in full; writes examples/results/campaign.md"
 	@echo "make lint      ruff, mypy and the import rules"
 	@echo "make clean     remove caches, the demo's files and $(VENV)"
 
@@ -28,7 +29,7 @@ test: install-dev
 test-pure: install-dev
 	$(BIN)/python -m pytest -m "not ranks and not campaign and not gpu"
 
-campaign: install-dev
+campaign: $(CAMPAIGN)
 	$(BIN)/python -m tools.campaign --output examples/results/campaign.md
 
 lint: install-dev
@@ -62,6 +63,12 @@ $(RUNTIME): requirements.txt setup.py $(CREATED)
 $(DEVELOPMENT): requirements-dev.txt $(RUNTIME)
 	@echo "Installing requirements-dev.txt (once)"
 	@$(PIP) install -r requirements-dev.txt
+	@touch $@
+
+# Without what it depends on: only its data readers are used, to compare with.
+$(CAMPAIGN): requirements-campaign.txt $(DEVELOPMENT)
+	@echo "Installing requirements-campaign.txt (once)"
+	@$(PIP) install --no-deps -r requirements-campaign.txt
 	@touch $@
 
 clean:

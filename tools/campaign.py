@@ -1,46 +1,66 @@
-"""Run the long campaigns in full and write a Markdown table of their results; run by `make campaign`."""
+"""Run all tests with the full counts of the long ones, and write a Markdown table; run by `make campaign`."""
 
 from __future__ import annotations
 
 import argparse
 import platform
-import subprocess
-import sys
-import tempfile
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
-NO_TESTS = 5  # pytest's status when nothing was selected
 
 
-@dataclass(frozen=True)
-class Result:
-    """One case of a test: the test's name without its parameters, and how the case ended."""
+@dataclass
+class Case:
+    """How one case of a test went, over its set-up, call and tear-down."""
 
-    test: str
-    passed: bool
-    skipped: bool
-    seconds: float
+    outcome: str = "passed"
+    seconds: float = 0.0
 
 
-def read_results(report: Path) -> list[Result]:
-    """The cases of a JUnit report as pytest writes it."""
-    return [
-        Result(
-            test=f"{case.attrib['classname'].removeprefix('tests.')}.{case.attrib['name'].partition('[')[0]}",
-            passed=case.find("failure") is None and case.find("error") is None,
-            skipped=case.find("skipped") is not None,
-            seconds=float(case.attrib["time"]),
-        )
-        for case in ElementTree.parse(report).iter("testcase")
-    ]
+@dataclass
+class Collector:
+    """A pytest plugin that keeps every case's outcome, by node id, and which tests are campaigns."""
+
+    cases: dict[str, Case] = field(default_factory=dict)
+    campaigns: set[str] = field(default_factory=set)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        self.campaigns |= {test_of(item.nodeid) for item in items if item.get_closest_marker("campaign")}
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that skips itself or cannot be read counts as one case."""
+        if not report.passed:
+            self.cases[report.nodeid] = Case(report.outcome)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        case = self.cases.setdefault(report.nodeid, Case())
+        case.seconds += report.duration
+        if case.outcome != "failed" and not report.passed:
+            case.outcome = report.outcome
+
+    def rows(self) -> dict[str, list[Case]]:
+        """The cases of each campaign, and of each folder's other tests."""
+        found: dict[str, list[Case]] = {}
+        for node, case in sorted(self.cases.items()):
+            test = test_of(node)
+            title = f"`{test}`" if test in self.campaigns else f"{Path(node.partition('::')[0]).parent}, other tests"
+            found.setdefault(title, []).append(case)
+        return found
 
 
-def markdown(results: Sequence[Result], environment: str) -> str:
-    """One row per test, its cases counted."""
+def test_of(node: str) -> str:
+    """`tests/f.py::test_x[1-2]` -> `tests/f.py::test_x`."""
+    return node.partition("[")[0]
+
+
+def markdown(rows: dict[str, list[Case]], environment: str) -> str:
+    """A table with a line per row and one for all."""
+    everything = [case for cases in rows.values() for case in cases]
     lines = [
         "# Results of `make campaign`",
         "",
@@ -48,27 +68,16 @@ def markdown(results: Sequence[Result], environment: str) -> str:
         "",
         "| test | cases | passed | failed | skipped | seconds |",
         "|---|---:|---:|---:|---:|---:|",
+        *(_line(title, cases) for title, cases in rows.items()),
+        _line("all", everything),
     ]
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(result.test, []).append(result)
-    for test, cases in sorted(groups.items()):
-        lines.append(_row(f"`{test}`", cases))
-    lines.append(_row("all", results))
     return "\n".join(lines) + "\n"
 
 
-def _row(title: str, cases: Sequence[Result]) -> str:
-    skipped = sum(case.skipped for case in cases)
-    failed = sum(not case.passed for case in cases)
+def _line(title: str, cases: Sequence[Case]) -> str:
+    counts = [sum(case.outcome == outcome for case in cases) for outcome in ("passed", "failed", "skipped")]
     seconds = sum(case.seconds for case in cases)
-    return f"| {title} | {len(cases)} | {len(cases) - skipped - failed} | {failed} | {skipped} | {seconds:.1f} |"
-
-
-def describe_environment() -> str:
-    import torch  # here, so that the table's own code needs no torch
-
-    return f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}."
+    return f"| {title} | {len(cases)} | {' | '.join(map(str, counts))} | {seconds:.1f} |"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,16 +85,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "examples" / "results" / "campaign.md")
     parser.add_argument("pytest_arguments", nargs="*", help="passed on to pytest, after --")
     arguments = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-m", "campaign and not gpu", f"--junit-xml={report}"]
-        status = subprocess.run([*command, *arguments.pytest_arguments], cwd=ROOT, check=False).returncode
-        if status in (0, 1):
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(markdown(read_results(report), describe_environment()), encoding="utf-8")
-    if status == NO_TESTS:
-        sys.stderr.write("no test is marked as a campaign\n")
-    return status
+    collector = Collector()
+    settings = ["-c", str(ROOT / "pyproject.toml"), "-m", "not gpu"]
+    status = pytest.main([*settings, *arguments.pytest_arguments], plugins=[collector])
+    if collector.cases:
+        environment = f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}."
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(markdown(collector.rows(), environment), encoding="utf-8")
+    return int(status)
 
 
 if __name__ == "__main__":
