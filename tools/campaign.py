@@ -6,10 +6,10 @@ import argparse
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = ["-c", str(ROOT / "pyproject.toml"), "-m", "not gpu"]
     status = pytest.main([*settings, *arguments.pytest_arguments], plugins=[collector])
     if collector.cases:
-        environment = f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}."
+        environment = f"Python {platform.python_version()}, torch {version('torch')}, {platform.machine()}."
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(markdown(collector.rows(), environment), encoding="utf-8")
     return int(status)
