@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from tests.oracle import gpt, train
-from tests.ranks import Training, run_training
+from tests.ranks import Training, run_ranks, run_training
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 160"
@@ -27,14 +29,14 @@ BASE = (
     " --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 8"
     " --split 100,0,0 --eval-iters 0 --num-workers 0"
     " --distributed-backend gloo --log-interval 1"
-).split()
+)
 
 MODELS = {
-    "gpt": (),
+    "gpt": "",
     "llama": (
-        *("--num-attention-heads", "8", "--group-query-attention", "--num-query-groups", "4"),
-        *("--position-embedding-type", "rope", "--rotary-base", "500", "--normalization", "RMSNorm", "--swiglu"),
-        *("--disable-bias-linear", "--untie-embeddings-and-output-weights"),
+        "--num-attention-heads 8 --group-query-attention --num-query-groups 4"
+        " --position-embedding-type rope --rotary-base 500 --normalization RMSNorm --swiglu"
+        " --disable-bias-linear --untie-embeddings-and-output-weights"
     ),
 }
 _SIZES = {"num_layers": 4, "hidden_size": 64, "ffn_size": 160, "vocab_size": 128, "num_positions": 32}
@@ -44,9 +46,10 @@ SHAPES = {
 }
 OPTIONS = train.Options(lr=1e-3, min_lr=1e-3, weight_decay=0.01, clip_grad=1.0)
 
-SEQUENCE_PARALLEL = ("--sequence-parallel",)
-SHARDED = ("--use-distributed-optimizer",)
-INTERLEAVED = ("--num-layers-per-virtual-pipeline-stage", "1")
+SEQUENCE_PARALLEL = "--sequence-parallel"
+SHARDED = "--use-distributed-optimizer"
+STILL = "--train-iters 1 --lr 0 --min-lr 0 --no-save-optim"
+INTERLEAVED = "--num-layers-per-virtual-pipeline-stage 1"
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
-    flags: tuple[str, ...] = ()
+    flags: str = ""
 
     @property
     def world(self) -> int:
@@ -64,22 +67,16 @@ class Layout:
 
     @property
     def argv(self) -> list[str]:
-        tp, pp = ("--tensor-model-parallel-size", str(self.tp)), ("--pipeline-model-parallel-size", str(self.pp))
-        return [*tp, *pp, *self.flags]
+        return [f"--tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp}", self.flags]
 
     def __str__(self) -> str:
-        flags = [flag.removeprefix("--") for flag in self.flags if flag.startswith("--")]
-        return "-".join([f"tp{self.tp}pp{self.pp}dp{self.dp}", *flags])
+        return "-".join([f"tp{self.tp}pp{self.pp}dp{self.dp}", *re.findall("--([a-z-]+)", self.flags)])
 
 
 GRID = [
     Layout(*sizes)
     for sizes in [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1), (1, 4, 1)]
 ]
-
-
-def with_flags(layout: Layout, *flags: str) -> Layout:
-    return replace(layout, flags=(*layout.flags, *flags))
 
 
 @functools.cache
@@ -97,8 +94,9 @@ def toy_folder() -> Path:
 
 
 def flags_of(*flags: str) -> list[str]:
-    """BASE with the toy data; of a flag given twice the last one counts."""
-    return [*BASE, "--data-path", str(toy_folder() / "toy_text_document"), *flags]
+    """BASE with the toy data, in words; of a flag given twice the last one counts."""
+    texts = [BASE, f"--data-path {toy_folder()}/toy_text_document", *flags]
+    return [word for text in texts for word in text.split()]
 
 
 @functools.cache
@@ -141,7 +139,7 @@ def assert_same_bits(training: Training, reference: Training) -> None:
 def saved_tensors(layout: Layout, *flags: str, shim: str | None = None) -> Iterator[gpt.Weights]:
     """Every tensor of the checkpoint that the run saves at its end, put together from its files."""
     with tempfile.TemporaryDirectory() as folder:
-        run_fresh(layout, *flags, "--save", folder, "--save-interval", "1000", shim=shim)
+        run_fresh(layout, *flags, f"--save {folder} --save-interval 1000", shim=shim)
         yield read_checkpoint(Path(folder))
 
 
@@ -172,16 +170,14 @@ def named(tensors: gpt.Weights, prefix: str) -> gpt.Weights:
 
 def gradients(layout: Layout, *flags: str, shim: str | None = None) -> gpt.Weights:
     """The gradients of the first iteration by global name, as the optimizer got them: read from Adam's first moment."""
-    first = ("--train-iters", "1", "--clip-grad", "0", "--adam-beta1", "0.5")
-    with saved_tensors(layout, *flags, *first, shim=shim) as tensors:
+    with saved_tensors(layout, *flags, "--train-iters 1 --clip-grad 0 --adam-beta1 0.5", shim=shim) as tensors:
         return {name: value * 2 for name, value in named(tensors, "optimizer.exp_avg.").items()}
 
 
 @functools.cache
 def initial_weights(*flags: str) -> gpt.Weights:
     """Those of one rank, before any update."""
-    still = ("--train-iters", "1", "--lr", "0", "--min-lr", "0", "--no-save-optim")
-    with saved_tensors(Layout(), *flags, *still) as tensors:
+    with saved_tensors(Layout(), *flags, STILL) as tensors:
         return named(tensors, "model.")
 
 
@@ -218,3 +214,29 @@ def assert_same_tensors(found: gpt.Weights, expected: gpt.Weights, *, relative: 
         torch.testing.assert_close(
             found[name], value, rtol=0, atol=bound, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def validation_losses(training: Training) -> list[float]:
+    """In the order in which the last rank printed them."""
+    return [float(value) for value in re.findall(r"validation loss at .*lm loss value: (\S+)", training.stdout[-1])]
+
+
+def trained_parameters(layout: Layout, *flags: str) -> list[gpt.Weights]:
+    """Each rank's own parameters after the run, by the name in its module."""
+    return run_ranks(layout.world, _train_and_show, (flags_of(*layout.argv, *flags),))
+
+
+def _train_and_show(argv: list[str]) -> gpt.Weights:
+    from megatron_overlap.training import entry
+
+    seen = []
+    real = entry.train
+
+    def train_and_see(session: Any, datasets: Any) -> None:
+        seen.extend(session.modules())
+        real(session, datasets)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(entry, "train", train_and_see)
+        entry.pretrain(argv)
+    return {name: param.detach().clone() for module in seen for name, param in module.named_parameters()}
