@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.optim.adamw import adamw
 
 from megatron_overlap.comm import Channel
 from megatron_overlap.grad_reduce.reducer import GradReducer
@@ -62,7 +63,7 @@ class _Part:
         main_dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
         self.main = self.model.to(main_dtype)
         self.grad = self.reduced.to(main_dtype)
-        self.main.grad = self.grad
+        self.step = torch.zeros((), dtype=torch.float32, device=self.main.device)
         self.moments = {name: torch.zeros_like(self.main) for name in _MOMENTS}
 
     @property
@@ -88,7 +89,6 @@ class ShardedAdam:
             for reducer in reducers
         ]
         self._all = [part for parts in self._parts for part in parts]
-        self._optimizer = _adamw(self._all, options)
 
     def step(self, lr: float) -> StepResult:
         """Clip, update, and issue the gathers of the parameters where they are sharded.
@@ -106,9 +106,10 @@ class ShardedAdam:
         if not norm.finite:
             return StepResult(norm.total, norm.num_nonfinite, updated=False)
         scale_gradients([part.grad for part in self._all], clip_coefficient(norm.total, self._options.clip_grad))
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
+        decayed = [part for part in self._all if part.weight_decay]
+        plain = [part for part in self._all if not part.weight_decay]
+        _update(decayed, self._options, lr=lr, weight_decay=self._options.weight_decay)
+        _update(plain, self._options, lr=lr, weight_decay=0.0)
         self._write_model()
         for reducer in self._reducers:
             reducer.issue_gather()
@@ -148,13 +149,13 @@ class ShardedAdam:
 
     def state(self) -> dict[str, int]:
         """What a checkpoint holds of the optimizer besides tensors."""
-        steps = {int(self._optimizer.state[part.main]["step"]) for part in self._all}
+        steps = {int(part.step) for part in self._all}
         assert len(steps) <= 1, f"parts of the optimizer disagree on the number of steps: {steps}"
         return {"step": steps.pop() if steps else 0}
 
     def load_state(self, state: dict[str, int]) -> None:
         for part in self._all:
-            self._optimizer.state[part.main]["step"].fill_(state["step"])
+            part.step.fill_(state["step"])
 
     def finish_load(self, *, main_params_loaded: bool) -> None:
         """Make all copies of the parameters agree after their own rows were loaded.
@@ -190,19 +191,25 @@ class ShardedAdam:
             target.copy_(source)
 
 
-def _adamw(parts: Sequence[_Part], options: AdamOptions) -> torch.optim.AdamW:
-    decayed = [part.main for part in parts if part.weight_decay]
-    plain = [part.main for part in parts if not part.weight_decay]
+def _update(parts: Sequence[_Part], options: AdamOptions, *, lr: float, weight_decay: float) -> None:
+    """One AdamW step of torch; its function, since making its class imports torch's compiler on every rank."""
+    if not parts:
+        return
     fused = all(part.main.device.type in ("cpu", "cuda") for part in parts)
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": options.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-        betas=(options.beta1, options.beta2),
-        eps=options.eps,
+    adamw(
+        [part.main for part in parts],
+        [part.grad for part in parts],
+        [part.moments["exp_avg"] for part in parts],
+        [part.moments["exp_avg_sq"] for part in parts],
+        [],
+        [part.step for part in parts],
         fused=fused,
         foreach=not fused,
+        amsgrad=False,
+        beta1=options.beta1,
+        beta2=options.beta2,
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=options.eps,
+        maximize=False,
     )
-    # torch makes the state in the first step; a checkpoint is loaded before.
-    for part in parts:
-        device = part.main.device if fused else torch.device("cpu")
-        optimizer.state[part.main] = {"step": torch.zeros((), dtype=torch.float32, device=device), **part.moments}
-    return optimizer
