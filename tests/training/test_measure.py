@@ -67,18 +67,16 @@ def open_pipeline(pp: int) -> Channels:
 
 
 def record(recorder: Recorder, rank: int, shift: float) -> None:
-    """One iteration: each rank one tp operation; rank 0 sends a message that rank 1 waited for since one second.
+    """One iteration: each of two ranks has a tp operation, sends a message and waits for the other's.
 
-    Times are seconds after `shift`: sent at 2, waited for from 1 to 4.
+    Times are seconds after `shift`: both messages are sent at 2, and waited for from 1 to 4.
     """
     recorder.operation(Lane.TP, "dgrad", 100 * (rank + 1)).finish(shift + 1.0, start=shift + 0.5 * rank)
-    key = MessageKey("F", 0, 1)
-    if rank == 0:
-        recorder.operation(Lane.PP, "SF0.1", 64, key=key).finish(2.5, start=2.0)
-    else:
-        recorder.operation(Lane.PP, "RF1.1", 0, key=key).finish(shift + 4.0, start=shift)
-        wait = recorder.wait(Lane.PP, "RF1.1", key=key)
-        wait.finish(shift + 4.0, start=shift + 1.0)
+    keys = (MessageKey("F", 0, 1), MessageKey("B", 1, 2))
+    sent, received = keys[rank], keys[1 - rank]
+    recorder.operation(Lane.PP, "send", 64, key=sent).finish(shift + 2.5, start=shift + 2.0)
+    recorder.operation(Lane.PP, "receive", 0, key=received).finish(shift + 4.0, start=shift)
+    recorder.wait(Lane.PP, "receive", key=received).finish(shift + 4.0, start=shift + 1.0)
 
 
 def check_meter(num_iterations: int) -> tuple[dict[Lane, KindSummary], dict[Lane, KindSummary]]:
@@ -104,9 +102,9 @@ def test_figures_are_means_over_ranks_and_iterations(num_iterations: int) -> Non
     assert set(nothing.values()) == {KindSummary()}
     assert figures[Lane.DP] == KindSummary()
     assert figures[Lane.TP] == KindSummary(1, 150, pytest.approx(750), 0, 0)
-    # Rank 0: in flight from 2 to 2.5. Rank 1: from the send at 2 to 4, and a wait since 1, half of it before the send.
+    # A message is in flight from its send on; the wait before that is a bubble.
     pipeline = figures[Lane.PP]
-    assert (pipeline.calls, pipeline.num_bytes) == (1, 32)
-    assert pipeline.busy_ms == pytest.approx((500 + 2000) / 2, abs=50)
-    assert pipeline.exposed_ms == pytest.approx(2000 / 2, abs=50)
-    assert pipeline.bubble_ms == pytest.approx(1000 / 2, abs=50)
+    assert (pipeline.calls, pipeline.num_bytes) == (2, 64)
+    assert pipeline.busy_ms == pytest.approx(2000, abs=50)
+    assert pipeline.exposed_ms == pytest.approx(2000, abs=50)
+    assert pipeline.bubble_ms == pytest.approx(1000, abs=50)
