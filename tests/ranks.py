@@ -233,9 +233,10 @@ def run_cli(
     timeout: float = 120,
     env: dict[str, str] | None = None,
     shim: str | None = None,
+    script: Path = ROOT / "pretrain_gpt.py",
 ) -> list[Finished]:
-    """Start `pretrain_gpt.py` as `num_processes` ranks and return how each ended; `RankError` after `timeout`."""
-    program = [str(ROOT / "pretrain_gpt.py")]
+    """Start the script as `num_processes` ranks and return how each ended; `RankError` after `timeout`."""
+    program = [str(script)]
     if shim:
         program = ["-m", "tests.shim_main", shim, *program]
     command = [sys.executable, *program, *argv]

@@ -27,7 +27,7 @@ def add_row_sum_gradient(bias: torch.Tensor, grad_output: torch.Tensor) -> torch
     main_grad: torch.Tensor | None = getattr(bias, "main_grad", None)
     if main_grad is None:
         return grad_output.sum(0)
-    main_grad.add_(grad_output.sum(0))
+    main_grad.add_(grad_output.sum(0, dtype=main_grad.dtype))
     signal_ready(bias)
     return None
 

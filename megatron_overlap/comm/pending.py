@@ -58,10 +58,6 @@ class Pending:
     kept: tuple[torch.Tensor, ...] = field(default=(), repr=False)
     result: torch.Tensor | None = field(default=None, repr=False)
 
-    @property
-    def waited(self) -> bool:
-        return self.finish is None
-
     def wait(self) -> torch.Tensor:
         """Block until the operation is complete and give its result; may be called once."""
         if self.finish is not None:

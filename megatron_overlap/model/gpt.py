@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from megatron_overlap.tensor_parallel.dropout import Site, add_dropped
 from megatron_overlap.tensor_parallel.embedding import VocabParallelEmbedding, embed
 from megatron_overlap.tensor_parallel.layers import LayerContext
 from megatron_overlap.tensor_parallel.linear import column_parallel_linear
-from megatron_overlap.tensor_parallel.parameter import Partition
+from megatron_overlap.tensor_parallel.parameter import Partition, partition_of
 from megatron_overlap.tensor_parallel.random import normal
 
 
@@ -100,6 +100,8 @@ class OutputLayer(nn.Module):
             count=tp.size,
             valid=vocabulary.size,
             shared_copy=tied_copy,
+            tied=tied_copy,
+            stands_for=("output_layer.weight", "embedding.word_embeddings.weight") if tied_copy else None,
             fill=normal(seed, config.init_method_std),
         )
 
@@ -132,42 +134,21 @@ class GPTStage(nn.Module):
     ) -> None:
         super().__init__()
         self.context, self.vocabulary = context, vocabulary
-        self.tied = tied = not config.untie_embeddings_and_output_weights
-        self.tied_copy = tied and part.is_last and not part.is_first
+        tied = not config.untie_embeddings_and_output_weights
         self.embedding = Embedding(config, vocabulary, seed, context) if part.is_first else None
+        if tied and self.embedding is not None:
+            weight = self.embedding.word_embeddings.weight
+            weight.partition = replace(  # type: ignore[attr-defined]
+                partition_of(weight), uses=2 if part.is_last else 1, tied=not part.is_last
+            )
         self.decoder = Decoder(config, part, seed, context)
         self.is_last = part.is_last
         own_output = part.is_last and not (tied and part.is_first)
-        self.output_layer = (
-            OutputLayer(config, vocabulary, seed, context, tied_copy=self.tied_copy) if own_output else None
-        )
+        self.output_layer = OutputLayer(config, vocabulary, seed, context, tied_copy=tied) if own_output else None
         drops = config.hidden_dropout > 0 or config.attention_dropout > 0
         self.make_inputs = InputMaker(
             context.tp, context.sequence_parallel, make_rotary(config), context.dtype, seed if drops else None
         )
-
-    def name_of(self, local_name: str) -> str:
-        """The tied copy bears the embedding's name, so that it starts from the same values and loads the same rows."""
-        if self.tied_copy and local_name == "output_layer.weight":
-            return "embedding.word_embeddings.weight"
-        return local_name
-
-    @property
-    def gradient_uses(self) -> dict[str, int]:
-        """Contributions per microbatch to the gradients of parameters that are used more than once."""
-        return (
-            {"embedding.word_embeddings.weight": 2} if self.tied and self.is_last and self.embedding is not None else {}
-        )
-
-    @property
-    def tied_parameter(self) -> nn.Parameter | None:
-        """The one of the two copies of a tied embedding that is here, where first and last stage differ."""
-        if self.tied_copy:
-            assert self.output_layer is not None
-            return self.output_layer.weight
-        if self.tied and self.embedding is not None and not self.is_last:
-            return self.embedding.word_embeddings.weight
-        return None
 
     @property
     def output_weight(self) -> torch.Tensor:

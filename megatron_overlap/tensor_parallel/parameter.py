@@ -61,6 +61,8 @@ class Partition:
 
     `dim` is the dimension that is cut over tp (None: not cut), `index` of `count` the part held here. `gated` marks
     two stacked halves [gate; up], each cut by itself. `valid` is the true size of dim 0 where the rest is padding.
+    `uses`: contributions to the gradient per microbatch. `tied`: one of two copies, on the first and the last stage.
+    `stands_for`: the ending of the parameter's own name, and the one that takes its place in the global name.
     `fill(name)` gives the initial values as a function of the parameter's global position only.
     """
 
@@ -72,6 +74,9 @@ class Partition:
     valid: int | None = None
     partial_grad: bool = False
     shared_copy: bool = False
+    uses: int = 1
+    tied: bool = False
+    stands_for: tuple[str, str] | None = None
     fill: Callable[[torch.Tensor, Piece], None] | None = None
 
 
@@ -90,13 +95,14 @@ def info_of(param: nn.Parameter) -> ParameterInfo:
 def name_parameters(module: nn.Module, *, tp_size: int) -> None:
     """Attach a ParameterInfo to every parameter of `module`, from its partition and its name in the module.
 
-    Names of the stage's parameters are the global ones. A module's `name_of(local_name)` may change them (the tied
-    output copy bears the embedding's name).
+    Names of the stage's parameters are the global ones, but for those that stand for another (the tied output copy
+    bears the embedding's name).
     """
-    rename = getattr(module, "name_of", lambda name: name)
-    for local_name, param in module.named_parameters():
-        name = rename(local_name)
+    for name, param in module.named_parameters():
         partition = partition_of(param)
+        if partition.stands_for is not None:
+            own, other = partition.stands_for
+            name = name.removesuffix(own) + other
         param.info = ParameterInfo(  # type: ignore[attr-defined]
             pieces=_pieces(name, param, partition),
             tp_duplicated=partition.dim is None and tp_size > 1,

@@ -21,6 +21,7 @@ from megatron_overlap.pipeline_parallel import Executor, Links, Stage
 from megatron_overlap.schedule.communication import P2PMode
 from megatron_overlap.schedule.plan import Plan, PlanRequest, ScheduleKind, Warmup, build_plan
 from megatron_overlap.tensor_parallel import LayerContext, name_parameters
+from megatron_overlap.tensor_parallel.parameter import partition_of
 from megatron_overlap.timeline.spans import Recorder
 from megatron_overlap.topology.grid import Coordinates, Grid, StageLayout
 from megatron_overlap.topology.process_groups import make_process_groups
@@ -194,9 +195,7 @@ def _links(config: Config, channels: Channels, layout: StageLayout, device: torc
 
 
 def _make_reducer(config: Config, channels: Channels, stage: Stage) -> GradReducer:
-    module = stage.module
-    named = list(module.named_parameters())
-    tied = getattr(module, "tied_parameter", None)
+    named = list(stage.module.named_parameters())
     return GradReducer(
         named,
         channels.dp,
@@ -208,8 +207,8 @@ def _make_reducer(config: Config, channels: Channels, stage: Stage) -> GradReduc
             eager=config.overlap.grad_reduce is GradReduce.EAGER,
         ),
         label=f"stage{stage.number}",
-        tied=tied if channels.embedding.size > 1 else None,
-        uses=getattr(module, "gradient_uses", None),
+        tied=next((param for _, param in named if partition_of(param).tied), None),
+        uses={name: partition_of(param).uses for name, param in named},
     )
 
 

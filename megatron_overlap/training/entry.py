@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
+import torch
+
 from megatron_overlap.config import Config, ConfigError, ParsedConfig, format_arguments, parse_config
 from megatron_overlap.data.tokenizer import build_tokenizer
 from megatron_overlap.pipeline_parallel import LossFunc
@@ -85,12 +87,12 @@ def run(parsed: ParsedConfig, environment: Environment, providers: Providers) ->
     quiet_libraries()
     setup_logging(environment.rank)
     backend = config.parallel.distributed_backend.value
-    device = select_device(backend, environment.local_rank)
-    tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     if environment.rank == 0:
         _announce(parsed)
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    with process_group(environment, backend, timeout):
+    local = Local(config, environment)
+    with process_group(environment, backend, timeout, prepare=local.open):
+        tokenizer, device = local.tokenizer, local.device
         recorder = Recorder(enabled=False)
         session = open_session(
             config,
@@ -108,6 +110,22 @@ def run(parsed: ParsedConfig, environment: Environment, providers: Providers) ->
             sys.stdout.write(f"[after dataloaders are built] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}\n")
             sys.stdout.flush()
         train(session, datasets)
+
+
+class Local:
+    """What a rank needs from its own node; opened before ranks depend on each other."""
+
+    def __init__(self, config: Config, environment: Environment) -> None:
+        self._config = config
+        self._environment = environment
+        self.device = torch.device("cpu")
+        self.tokenizer: Any = None
+
+    def open(self) -> None:
+        """ValueError where the device or the tokenizer's files are not there."""
+        backend = self._config.parallel.distributed_backend.value
+        self.device = select_device(backend, self._environment.local_rank)
+        self.tokenizer = build_tokenizer(self._config.data, self._config.model.vocab_size)
 
 
 def main(argv: Sequence[str] | None = None, **own: Any) -> int:

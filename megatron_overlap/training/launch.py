@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,6 +29,8 @@ OLDEST_TORCH = (2, 13)
 _FAILURE_KEY = "megatron_overlap/failure"
 _ENDED_KEY = "megatron_overlap/ended"
 _WATCH_SECONDS = 1.0
+# How gloo and nccl say that the other end is gone.
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 
 
 class EnvironmentVariableError(ValueError):
@@ -102,13 +104,23 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
         raise EnvironmentVariableError(f"{name}={text!r} is not an integer") from None
 
 
+class PeerFailedError(ValueError):
+    """This rank ends because another one did; the text says which, where that is known."""
+
+
 @contextlib.contextmanager
-def process_group(environment: Environment, backend: str, timeout: timedelta) -> Iterator[None]:
+def process_group(
+    environment: Environment, backend: str, timeout: timedelta, *, prepare: Callable[[], None] | None = None
+) -> Iterator[None]:
     """The default process group for the time of a job; one that exists already is used and left alone.
 
-    While it is open a watcher ends this process within seconds after another rank reported its failure.
+    `prepare` runs before the group is made, when ranks can already tell each other of failures. From then on a
+    watcher ends this process within seconds after another rank reported its own. PeerFailedError where communication
+    broke since another rank ended.
     """
+    prepare = prepare or (lambda: None)
     if default_group_exists():
+        prepare()
         yield
         return
     if environment.world_size > 1:
@@ -124,11 +136,13 @@ def process_group(environment: Environment, backend: str, timeout: timedelta) ->
     )
     watcher = _Watcher(store, environment) if environment.world_size > 1 else None
     try:
+        prepare()
         init_default_group(backend, store, rank=environment.rank, world_size=environment.world_size, timeout=timeout)
         yield
     except BaseException as error:
         if watcher is not None:
             watcher.report(error)
+            watcher.explain(error)
         raise
     if watcher is not None:
         watcher.end(timeout)
@@ -170,11 +184,25 @@ class _Watcher:
         self._thread.start()
 
     def report(self, error: BaseException) -> None:
-        """Tell the others why this rank ends; the first report stays."""
+        """Tell the others why this rank ends; the first report stays, so one that only echoes another's waits."""
         self._stop.set()
+        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST_PEER):
+            time.sleep(_WATCH_SECONDS)
         with contextlib.suppress(Exception):
             text = f"rank {self._environment.rank}: {first_line(error)}"
             self._store.compare_set(_FAILURE_KEY, "", text)
+
+    def explain(self, error: BaseException) -> None:
+        """Raise PeerFailedError where `error` is the echo of another rank's end."""
+        text = str(error)
+        if not (isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_PEER)):
+            return
+        reason = "which was killed or ended without a word"
+        with contextlib.suppress(Exception):
+            told = self._store.get(_FAILURE_KEY).decode()
+            if not told.startswith(f"rank {self._environment.rank}:"):
+                reason = f"which failed: {told}"
+        raise PeerFailedError(f"ending, since the connection to another rank broke, {reason}") from error
 
     def end(self, timeout: timedelta) -> None:
         """Stop watching. The rank that serves the store waits for the others first: they would miss it."""

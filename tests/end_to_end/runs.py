@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -85,6 +87,7 @@ def toy_folder() -> Path:
     from megatron_overlap.data.indexed_dataset import IndexedDatasetWriter
 
     folder = Path(tempfile.mkdtemp(prefix="toy-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     random = np.random.default_rng(seed=0)
     with IndexedDatasetWriter(folder / "toy_text_document", np.uint16) as writer:
         for line in range(200):

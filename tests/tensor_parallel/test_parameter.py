@@ -108,20 +108,16 @@ def test_weight_decay_is_for_matrices(shape: tuple[int, ...], name: str, decays:
     assert info_of(module["fc"].get_parameter(name)).weight_decay == decays
 
 
-def test_names_are_those_in_the_module_unless_it_changes_them() -> None:
-    class Renamed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleDict({"17": nn.Linear(2, 3)})
-            self.copy = nn.Linear(2, 3, bias=False)
-
-        def name_of(self, local_name: str) -> str:
-            return "embedding.weight" if local_name == "copy.weight" else f"decoder.{local_name}"
-
-    module = Renamed()
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_names_are_those_in_the_module_but_for_one_that_stands_for_another(wrapped: bool) -> None:
+    copy = nn.Linear(2, 3, bias=False)
+    copy.weight.partition = Partition((3, 2), stands_for=("copy.weight", "embedding.weight"))  # type: ignore[assignment]
+    stage = nn.ModuleDict({"layers": nn.ModuleDict({"17": nn.Linear(2, 3)}), "copy": copy})
+    module = nn.ModuleDict({"inner": stage}) if wrapped else stage
     name_parameters(module, tp_size=1)
     names = [piece.name for param in module.parameters() for piece in info_of(param).pieces]
-    assert names == ["decoder.layers.17.weight", "decoder.layers.17.bias", "embedding.weight"]
+    before = "inner." if wrapped else ""
+    assert names == [before + name for name in ("layers.17.weight", "layers.17.bias", "embedding.weight")]
 
 
 def test_a_parameter_without_name_is_our_mistake() -> None:

@@ -1,0 +1,95 @@
+"""What goes wrong ends on all ranks within a minute, with one readable line and a status that is not 0."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.runs import flags_of
+from tests.ranks import Finished, run_cli
+
+pytestmark = pytest.mark.ranks
+
+FAULTY = Path(__file__).with_name("faulty_pretrain.py")
+A_MINUTE = 60.0
+QUICK = ["--distributed-timeout-minutes", "1"]
+
+# What is wrong, flags, words that the message has.
+MISTAKES = [
+    ("typo", "--num-layer 4", ["--num-layer", "--num-layers"]),
+    ("missing data", "--data-path /nowhere/set", ["/nowhere/set"]),
+    ("world size", "--tensor-model-parallel-size 3", ["--tensor-model-parallel-size", "3", "2"]),
+    ("missing tokenizer", "--tokenizer-type HuggingFaceTokenizer --tokenizer-model /nowhere", ["/nowhere"]),
+    (
+        "missing checkpoint",
+        "--load /nowhere --exit-on-missing-checkpoint",
+        ["/nowhere", "--exit-on-missing-checkpoint"],
+    ),
+    ("metrics file", "--metrics-jsonl /nowhere/metrics", ["--metrics-jsonl", "/nowhere/metrics"]),
+]
+
+
+@pytest.mark.parametrize(("what", "flags", "words"), MISTAKES, ids=[what for what, *_ in MISTAKES])
+def test_a_mistake_is_one_line_without_a_traceback(what: str, flags: str, words: list[str]) -> None:
+    ranks = run_cli(2, flags_of(flags), timeout=A_MINUTE)
+    assert all(rank.returncode != 0 for rank in ranks)
+    text = "".join(rank.stderr for rank in ranks)
+    assert "Traceback" not in text, text
+    lines = [line for line in text.splitlines() if "error" in line]
+    assert any(all(word in line for word in words) for line in lines), text
+
+
+def test_all_mistakes_are_told_together() -> None:
+    (alone,) = run_cli(1, flags_of("--num-layer 4 --hidden-size 65 --micro-batch-size 3 --lr x"), timeout=A_MINUTE)
+    assert alone.returncode == 2
+    errors = [line for line in alone.stderr.splitlines() if "error:" in line]
+    for flag in ("--num-layer", "--hidden-size", "--micro-batch-size", "--lr"):
+        assert any(flag in line for line in errors), alone.stderr
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        start = time.monotonic()
+        ranks = run_cli(1, flags_of(), env={"MASTER_PORT": str(port), "WORLD_SIZE": "2"}, timeout=A_MINUTE)
+    assert ranks[0].returncode != 0
+    assert f"MASTER_PORT={port}" in ranks[0].stderr
+    assert time.monotonic() - start < A_MINUTE
+
+
+@pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"])
+@pytest.mark.parametrize("fault", ["raise", "kill", "exit"])
+def test_a_dead_rank_ends_the_others(fault: str, layout: str) -> None:
+    ranks = _run_faulty(fault, layout)
+    assert ranks[0].returncode not in (0, None)
+    if fault == "raise":
+        assert ranks[1].returncode == 1
+        assert "rank 1: RuntimeError: the fault that was asked for" in ranks[1].stderr
+
+
+def test_a_loss_that_is_not_a_number_ends_all_ranks_in_one_iteration() -> None:
+    ranks = _run_faulty("nan", "--pipeline-model-parallel-size 2")
+    for rank, finished in enumerate(ranks):
+        assert finished.returncode == 1
+        assert f"rank {rank}: NotFiniteError: the loss is nan in iteration 1" in finished.stderr
+
+
+def test_a_full_disk_on_one_rank_is_told_by_all(tmp_path: Path) -> None:
+    ranks = _run_faulty("save", f"--use-distributed-optimizer --save {tmp_path} --save-interval 1")
+    for finished in ranks:
+        assert finished.returncode == 1
+        assert "rank 1" in finished.stderr
+        assert "No space left on device" in finished.stderr
+    assert not list(tmp_path.glob("iter_*"))
+
+
+def _run_faulty(fault: str, flags: str) -> list[Finished]:
+    start = time.monotonic()
+    ranks = run_cli(2, flags_of(flags, f"--fault {fault}") + QUICK, timeout=A_MINUTE, script=FAULTY)
+    assert time.monotonic() - start < A_MINUTE
+    return ranks
