@@ -32,7 +32,7 @@ class Settings:
     num_layers: int = 6
     hidden_size: int = 256
     seq_length: int = 256
-    train_iters: int = 180
+    train_iters: int = 240
     micro_batch_size: int = 2
     global_batch_size: int = 8
 
