@@ -63,7 +63,8 @@ def run_training(world: int, argv: Sequence[str], *, shim: str | None = None, ti
         metrics = Path(folder, "metrics.jsonl")
         argv = [*argv, "--metrics-jsonl", str(metrics)]
         stdout = run_ranks(world, _train, (argv,), shim=shim, timeout=timeout)
-        return Training([json.loads(line) for line in metrics.read_text().splitlines()], stdout)
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return Training([json.loads(line) for line in lines], stdout)
 
 
 def _train(argv: list[str]) -> str:
