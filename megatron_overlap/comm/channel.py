@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -188,14 +189,17 @@ class Channel:
         operation = recorder.operation(self.lane, name, num_bytes, key=key)
         work, result = start()
         ticket = self._ledger.enter(label)
+        waiting = threading.Event()
         if recorder.enabled:
-            _on_completion(work, operation.finish)
+            # What completes during its wait ends with it: compute stands still until then.
+            _on_completion(work, lambda: None if waiting.is_set() else operation.finish())
 
         def finish() -> torch.Tensor:
+            waiting.set()
             with recorder.wait(self.lane, name, key=key):
                 work.wait()
                 value = result()
-            # torch's point-to-point works on gloo offer no future: their completion is seen here. The first end counts.
+            # The first end counts. torch's point-to-point works on gloo offer no future: they end here.
             operation.finish()
             self._ledger.leave(ticket)
             return value

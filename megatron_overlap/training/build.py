@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 from torch import nn
 
+from megatron_overlap.checkpoint import ChannelPeers
 from megatron_overlap.comm import Channels, open_channels
 from megatron_overlap.config import Config, padded_vocab_size
 from megatron_overlap.config.kinds import GradReduce, TpOverlapMode
@@ -21,7 +22,7 @@ from megatron_overlap.pipeline_parallel import Executor, Links, Stage
 from megatron_overlap.schedule.communication import P2PMode
 from megatron_overlap.schedule.plan import Plan, PlanRequest, ScheduleKind, Warmup, build_plan
 from megatron_overlap.tensor_parallel import LayerContext, name_parameters
-from megatron_overlap.tensor_parallel.parameter import partition_of
+from megatron_overlap.tensor_parallel.parameter import info_of, partition_of
 from megatron_overlap.timeline.spans import Recorder
 from megatron_overlap.topology.grid import Coordinates, Grid, StageLayout
 from megatron_overlap.topology.process_groups import make_process_groups
@@ -120,6 +121,7 @@ def open_session(
         )
         for number in layout.stages_of(at.pp)
     }
+    _check_names(channels, stages)
     shape = BatchShape(
         config.training.micro_batch_size,
         config.model.seq_length,
@@ -178,6 +180,29 @@ def _build_module(
     name_parameters(module, tp_size=channels.tp.size)
     initialize_parameters(module)
     return module
+
+
+def _check_names(channels: Channels, stages: Mapping[int, Stage]) -> None:
+    """ValueError on all ranks where two stages have a parameter of one name, but for the tied copy."""
+    own = [
+        (piece.name, number)
+        for number, stage in stages.items()
+        for param in stage.module.parameters()
+        if not info_of(param).shared_copy
+        for piece in info_of(param).pieces
+    ]
+    peers = ChannelPeers(channels.pipeline)
+    seen: dict[str, int] = {}
+    problem = None
+    for name, number in [pair for pairs in peers.gather_json(own) for pair in pairs]:
+        if seen.setdefault(name, number) != number:
+            problem = f"parameter {name} is in stage {seen[name]} and in stage {number}"
+            break
+    problem = peers.broadcast_json(problem)
+    if problem is not None:
+        raise ValueError(
+            f"{problem}: name layers by their global numbers, which the model provider gets as context.layers"
+        )
 
 
 def _links(config: Config, channels: Channels, layout: StageLayout, device: torch.device) -> Links:

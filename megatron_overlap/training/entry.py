@@ -42,6 +42,7 @@ from megatron_overlap.training.providers import (
 logger = logging.getLogger(__name__)
 
 STATUS_USAGE = 2
+DUMP_CONFIG = "--dump-config"
 _RANK_0_SPEAKS_SECONDS = 15.0
 
 
@@ -66,9 +67,10 @@ def pretrain(
     MASTER_ADDR and MASTER_PORT. Raises ConfigError with all problems of the command line before that.
     """
     check_torch_version()
-    environment = read_environment()
+    argv = sys.argv[1:] if argv is None else argv
+    environment = read_environment(joins=DUMP_CONFIG not in argv)
     parsed = parse_config(
-        sys.argv[1:] if argv is None else argv,
+        argv,
         world_size=environment.world_size,
         extra_args=extra_args,
         defaults=defaults,
@@ -136,7 +138,8 @@ def main(argv: Sequence[str] | None = None, **own: Any) -> int:
     """
     rank, world_size = 0, 1
     try:
-        environment = read_environment()
+        given = sys.argv[1:] if argv is None else argv
+        environment = read_environment(joins=DUMP_CONFIG not in given)
         rank, world_size = environment.rank, environment.world_size
         pretrain(argv, **own)
     except ConfigError as error:

@@ -63,8 +63,11 @@ def check_torch_version() -> None:
         )
 
 
-def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """This process's place in its job; a process without RANK and WORLD_SIZE is a job of one."""
+def read_environment(environ: Mapping[str, str] | None = None, *, joins: bool = True) -> Environment:
+    """This process's place in its job; a process without RANK and WORLD_SIZE is a job of one.
+
+    With `joins` False WORLD_SIZE alone is enough: the process will not meet the others.
+    """
     environ = os.environ if environ is None else environ
     rank = _integer(environ, "RANK", 0)
     world_size = _integer(environ, "WORLD_SIZE", 1)
@@ -72,12 +75,13 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         raise EnvironmentVariableError(
             f"RANK={rank} and WORLD_SIZE={world_size}: RANK must be from 0 to WORLD_SIZE - 1"
         )
-    if world_size == 1:
-        return Environment(local_rank=_integer(environ, "LOCAL_RANK", 0))
+    if world_size == 1 or not joins:
+        return Environment(rank, world_size, local_rank=_integer(environ, "LOCAL_RANK", 0))
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing:
+        verb = "is" if len(missing) == 1 else "are"
         raise EnvironmentVariableError(
-            f"WORLD_SIZE={world_size}, but {', '.join(missing)} is not set: start with torchrun, "
+            f"WORLD_SIZE={world_size}, but {', '.join(missing)} {verb} not set: start with torchrun, "
             "or export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
         )
     master_port = _integer(environ, "MASTER_PORT", 0)

@@ -166,7 +166,8 @@ def _restore_rng(path: Path, session: Session) -> None:
     state = read_rank_state(path, session.rank, session.config.parallel.world_size)
     rng = state and state.get("rng")
     if rng is None:
-        logger.info("random generators of rank %d start anew: the checkpoint has none for this layout", session.rank)
+        if session.rank == 0:
+            logger.info("generators of torch, numpy and Python start anew, as the layout changed; dropout uses none")
         return
     version, numbers, gauss = rng["python"]
     random.setstate((version, tuple(numbers), gauss))

@@ -19,7 +19,7 @@ FORWARDS_BEFORE = 5
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--fault", choices=["raise", "exit", "kill", "nan", "save"], required=True)
+    parser.add_argument("--fault", choices=["raise", "exit", "kill", "nan", "save", "name"], required=True)
     parser.add_argument("--fault-rank", type=int, default=1)
 
 
@@ -54,6 +54,9 @@ class FaultyStage(nn.Module):
 def provide(context: StageContext) -> nn.Module:
     stage = gpt_stage(context)
     how, rank = context.config.extra["fault"], context.config.extra["fault_rank"]
+    if how == "name":
+        stage.register_module("extra", nn.Linear(2, 2))
+        return stage
     if context.channels.world.rank != rank:
         return stage
     if how == "save":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from pathlib import Path
@@ -86,6 +87,21 @@ def test_a_full_disk_on_one_rank_is_told_by_all(tmp_path: Path) -> None:
         assert "rank 1" in finished.stderr
         assert "No space left on device" in finished.stderr
     assert not list(tmp_path.glob("iter_*"))
+
+
+def test_a_cluster_configuration_is_printed_on_one_machine() -> None:
+    flags = flags_of("--tensor-model-parallel-size 4 --dump-config")
+    (alone,) = run_cli(1, flags, env={"WORLD_SIZE": "8", "MASTER_PORT": "", "MASTER_ADDR": ""}, timeout=A_MINUTE)
+    assert alone.returncode == 0
+    assert json.loads(alone.stdout)["derived"]["data_parallel_size"] == 2
+
+
+def test_parameters_of_one_name_on_two_stages_are_refused_before_training() -> None:
+    ranks = _run_faulty("name", "--pipeline-model-parallel-size 2")
+    for finished in ranks:
+        assert finished.returncode == 1
+        assert "parameter extra.weight is in stage 0 and in stage 1" in finished.stderr
+        assert "context.layers" in finished.stderr
 
 
 def _run_faulty(fault: str, flags: str) -> list[Finished]:
