@@ -16,11 +16,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+if not __package__:  # started by its path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from tools.demo_corpus import source_files, standard_library, train_tokenizer, write_corpus
 from tools.demo_process import ChildError, run_child, signals_interrupt
 from tools.demo_summary import read_metrics, summarize, tables
 
 ROOT = Path(__file__).resolve().parent.parent
+SAVE_INTERVAL = 40
 PROMPTS = ("def main(", "class Parser:\n    def __init__(self", "import os\nimport")
 
 
@@ -60,6 +64,10 @@ class Folder:
         return self.path / "checkpoint"
 
     @property
+    def tracker(self) -> Path:
+        return self.checkpoint / "latest_checkpointed_iteration.txt"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
@@ -80,6 +88,7 @@ class Step:
     inputs: str  # all that decides the product, apart from the steps before
     products: tuple[Path, ...]
     make: Callable[[Folder, Progress], None]
+    clear: Callable[[Folder], None] = lambda folder: None  # removes what an unfinished make has left for going on
 
 
 def tokenizer_flags(folder: Folder) -> list[str]:
@@ -112,8 +121,8 @@ def train_command(folder: Folder, settings: Settings) -> list[str]:
         *("--weight-decay", "0.1", "--adam-beta2", "0.95", "--clip-grad", "1.0", "--seed", "1234"),
         *tokenizer_flags(folder),
         *("--data-path", str(folder.data), "--split", "95,5,0"),
-        *("--eval-interval", str(settings.train_iters), "--eval-iters", "5"),
-        *("--save", str(folder.checkpoint), "--save-interval", str(settings.train_iters)),
+        *("--eval-interval", str(settings.train_iters + 1), "--eval-iters", "20"),  # once, at the end
+        *("--save", str(folder.checkpoint), "--load", str(folder.checkpoint), "--save-interval", str(SAVE_INTERVAL)),
         *("--log-interval", "1", "--metrics-jsonl", str(folder.metrics)),
     ]
 
@@ -157,9 +166,24 @@ def documents_done(log: str) -> int:
     return int(counts[-1]) if counts else 0
 
 
-def make_model(folder: Folder, progress: Progress, settings: Settings) -> None:
+def clear_model(folder: Folder) -> None:
     shutil.rmtree(folder.checkpoint, ignore_errors=True)
     folder.metrics.unlink(missing_ok=True)
+
+
+def resume_flags(folder: Folder, settings: Settings) -> list[str]:
+    """Where only the evaluation is missing, one checkpoint back: a run with nothing left to train does not evaluate."""
+    before = range(SAVE_INTERVAL, settings.train_iters, SAVE_INTERVAL)
+    if not folder.tracker.exists() or folder.tracker.read_text().strip() != str(settings.train_iters):
+        return []
+    if not before:
+        clear_model(folder)
+        return []
+    return ["--ckpt-step", str(before[-1])]
+
+
+def make_model(folder: Folder, progress: Progress, settings: Settings) -> None:
+    command = [*train_command(folder, settings), *resume_flags(folder, settings)]
     bar = progress.add_task("starting 4 processes", total=settings.train_iters)
 
     def poll() -> None:
@@ -170,7 +194,11 @@ def make_model(folder: Folder, progress: Progress, settings: Settings) -> None:
             title = "evaluating and saving" if ending else f"training, loss {metrics[-1]['lm_loss']:.3f}"
             progress.update(bar, completed=done, description=title)
 
-    run_child(train_command(folder, settings), folder.log("train"), poll=poll)
+    run_child(command, folder.log("train"), poll=poll)
+    last = f"iter_{settings.train_iters:07d}"
+    for unneeded in folder.checkpoint.glob("iter_*"):
+        if unneeded.name != last:
+            shutil.rmtree(unneeded)
 
 
 def make_samples(folder: Folder, progress: Progress) -> None:
@@ -202,27 +230,35 @@ def steps(folder: Folder, settings: Settings) -> list[Step]:
             "model",
             f"Training, {settings.train_iters} iterations with TP 2 x PP 2, interleaved",
             everything + " ".join(train_command(folder, settings)),
-            (folder.checkpoint / "latest_checkpointed_iteration.txt", folder.metrics, folder.log("train")),
+            (folder.tracker, folder.metrics, folder.log("train")),
             lambda folder, progress: make_model(folder, progress, settings),
+            clear_model,
         ),
         Step("samples", "Samples", " ".join(sample_command(folder)), (folder.samples,), make_samples),
     ]
 
 
 def run_steps(folder: Folder, todo: Sequence[Step], console: Console) -> None:
-    """Make what is missing or out of date; a step leaves a mark that names its inputs and those of all before it."""
+    """Make what is missing or out of date; a step leaves a mark that names its inputs and those of all before it.
+
+    Another mark stands while a step is being made: one that was stopped goes on if its inputs are still the same.
+    """
     key = ""
     for step in todo:
         key = hashlib.sha256(f"{key}\n{step.inputs}".encode()).hexdigest()
-        mark = folder.path / f".{step.name}-made-from"
+        mark, begun = folder.path / f".{step.name}-made-from", folder.path / f".{step.name}-begun-from"
         if mark.exists() and mark.read_text() == key and all(product.exists() for product in step.products):
             console.print(f"[green]there[/]  {step.title}")
             continue
         console.print(f"[yellow]make[/]   {step.title}")
         mark.unlink(missing_ok=True)
+        if not begun.exists() or begun.read_text() != key:
+            step.clear(folder)
+            begun.write_text(key)
         with progress_bars(console) as progress:
             step.make(folder, progress)
         mark.write_text(key)
+        begun.unlink()
 
 
 def progress_bars(console: Console) -> Progress:
@@ -258,7 +294,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with signals_interrupt():
             run_steps(folder, steps(folder, Settings(train_iters=arguments.train_iters)), console)
     except KeyboardInterrupt:
-        logging.error("interrupted; `make demo` goes on after the last finished step")
+        logging.error(
+            "interrupted; `make demo` goes on: finished steps are kept, training continues from its last checkpoint "
+            "(one every %d iterations)",
+            SAVE_INTERVAL,
+        )
         return 130
     except (ChildError, ValueError, OSError) as error:
         logging.error("demo: %s", error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,6 +35,10 @@ def run_child(command: Sequence[str], log: Path, *, poll: Callable[[], None] = l
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(POLL_S)
             poll()
+        except KeyboardInterrupt:
+            sys.stderr.write("stopping the processes ...\n")
+            sys.stderr.flush()
+            raise
         finally:
             end_tree(child)
     if child.returncode != 0:

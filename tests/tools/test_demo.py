@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from tools.demo import Folder, Settings, Step, documents_done, run_steps, steps
+from tools import demo
+from tools.demo import Folder, Settings, Step, documents_done, resume_flags, run_steps, steps
 
 
 class Kitchen:
@@ -19,10 +22,12 @@ class Kitchen:
         self.folder = Folder(path)
         self.inputs = {"a": "1", "b": "1", "c": "1"}
         self.broken = ""
+        self.cleared: list[str] = []
         self.made: list[str] = []
 
     def run(self) -> list[str]:
         self.made.clear()
+        self.cleared.clear()
         run_steps(self.folder, [self.step(name) for name in self.inputs], Console(file=io.StringIO()))
         return list(self.made)
 
@@ -33,7 +38,10 @@ class Kitchen:
             if name == self.broken:
                 raise ValueError(name)
 
-        return Step(name, name, self.inputs[name], (self.folder.path / name,), make)
+        def clear(folder: Folder) -> None:
+            self.cleared.append(name)
+
+        return Step(name, name, self.inputs[name], (self.folder.path / name,), make, clear)
 
 
 def test_a_second_run_makes_nothing(tmp_path: Path) -> None:
@@ -63,6 +71,42 @@ def test_a_step_that_failed_is_made_again_though_its_file_is_there(tmp_path: Pat
         kitchen.run()
     kitchen.broken = ""
     assert kitchen.run() == ["b", "c"]
+
+
+def test_a_step_that_was_stopped_goes_on_unless_its_inputs_changed(tmp_path: Path) -> None:
+    kitchen = Kitchen(tmp_path)
+    kitchen.broken = "b"
+    for inputs, cleared in (("1", ["a", "b"]), ("1", []), ("2", ["b"])):
+        kitchen.inputs["b"] = inputs
+        with pytest.raises(ValueError, match="b"):
+            kitchen.run()
+        assert kitchen.cleared == cleared
+    kitchen.broken = ""
+    kitchen.run()
+    assert kitchen.cleared == ["c"]
+    (tmp_path / "b").unlink()
+    kitchen.run()
+    assert kitchen.cleared == ["b"]  # what is lost after the end is made from its beginning
+
+
+def test_a_run_that_only_lacks_its_evaluation_goes_one_checkpoint_back(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    assert resume_flags(folder, Settings(train_iters=100)) == []
+    folder.checkpoint.mkdir()
+    folder.tracker.write_text("80")
+    assert resume_flags(folder, Settings(train_iters=100)) == []
+    folder.tracker.write_text("100")
+    assert resume_flags(folder, Settings(train_iters=100)) == ["--ckpt-step", "80"]
+    folder.tracker.write_text("40")
+    assert resume_flags(folder, Settings(train_iters=40)) == []
+    assert not folder.checkpoint.exists()
+
+
+def test_the_demo_starts_by_its_path(tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(demo.__file__)), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--train-iters" in done.stdout
 
 
 def test_longer_training_keeps_the_data(tmp_path: Path) -> None:

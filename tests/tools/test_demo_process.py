@@ -70,15 +70,16 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path, kind: signal.Signals, st
     log = tmp_path / "child.log"
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-c", DEMO, TREE.format(stubborn=stubborn), str(log)]
-    demo = subprocess.Popen(command, cwd=root, stderr=subprocess.DEVNULL)
+    demo = subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True)
     try:
         assert wait_for(lambda: log.exists() and log.read_text().endswith("\n"))
         grandchild = int(log.read_text())
         tree = descendants(demo.pid)
         assert grandchild in tree
         os.kill(demo.pid, kind)
-        demo.wait(20)
+        _, told = demo.communicate(timeout=20)
         assert demo.returncode != 0
+        assert told.startswith("stopping the processes")
         assert not [pid for pid in tree if is_running(pid)]
     finally:
         demo.kill()
