@@ -24,6 +24,7 @@ FORMAT = "megatron_overlap"
 FORMAT_VERSION = 1
 
 _SAVING = ".saving_"
+_MAX_DIGITS = 18
 _REPLACED = ".replaced_"
 
 
@@ -52,7 +53,7 @@ def find_checkpoint(directory: str | os.PathLike[str], step: int | None = None) 
         return None
     if text == RELEASE:
         return _existing(root, RELEASE, f"{tracker} names it")
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
         raise CheckpointError(
             f"{tracker} holds {text[:40]!r}, which is neither an iteration nor the word {RELEASE}. {_way_out(root)}"
         )
@@ -131,15 +132,22 @@ def saving_path(root: Path, name: str) -> Path:
     return root / f"{_SAVING}{name}"
 
 
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 def begin_save(root: Path, name: str) -> Path:
     """Remove what killed saves left over and make an empty folder for the next one (rank 0)."""
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob(f"{_SAVING}*"):
-        shutil.rmtree(leftover)
+        _remove(leftover)
     for former in root.glob(f"{_REPLACED}*"):
         successor = root / former.name.removeprefix(_REPLACED)
         if successor.exists():
-            shutil.rmtree(former)
+            _remove(former)
         else:
             former.rename(successor)
     path = saving_path(root, name)
@@ -165,7 +173,7 @@ def publish(root: Path, name: str, tracker_text: str) -> None:
     new_tracker.replace(root / TRACKER)
     sync_path(root)
     if former.exists():
-        shutil.rmtree(former)
+        _remove(former)
 
 
 def abandon_save(root: Path, name: str) -> None:

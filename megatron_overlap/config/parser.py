@@ -120,7 +120,9 @@ def _add_field(group: Any, name: str, hint: Any, described: Option) -> None:
         shown = SUPPRESS if described.default else help_text
         group.add_argument(*on_flags(name, described), nargs=0, const=True, help=shown, **common)
         if off := off_flags(name, described):
-            group.add_argument(*off, nargs=0, const=False, help=f"Switch off: {help_text}", **common)
+            group.add_argument(
+                *off, nargs=0, const=False, help=f"Switch this off: {_in_a_sentence(help_text)}", **common
+            )
         return
     is_list = _is_tuple(kind) and described.form is Form.PLAIN
     convert = _converter(kind, described)
@@ -137,6 +139,12 @@ def _help(described: Option) -> str:
         return f"{text} Default: {'on' if described.default else 'off'}."
     plain = described.default is None or described.default == () or isinstance(described.default, bool)
     return text if plain else f"{text} Default: {described.default}."
+
+
+def _in_a_sentence(text: str) -> str:
+    """With a small first letter, unless it begins a name that has more capitals."""
+    first, second = text[:1], text[1:2]
+    return text if second.isupper() or text.startswith("Megatron") else first.lower() + text[1:]
 
 
 def _metavar(kind: Any, described: Option) -> str:
@@ -274,6 +282,11 @@ def _take_fields(given: Mapping[str, list[tuple[str, Any]]], raw: RawArguments) 
         if not uses:
             continue
         value = uses[-1][1]
+        words = value if isinstance(value, list) else [value]
+        if any(isinstance(word, str) and not word.strip() for word in words):
+            raw.errors.append(f'{uses[-1][0]} "" is empty: is a variable of the script not set?')
+            raw.broken.add(name)
+            continue
         raw.values[name] = tuple(value) if isinstance(value, list) else value
         raw.spellings[name] = [flag for flag, _ in uses]
         for flag in dict.fromkeys(raw.spellings[name]):
@@ -291,7 +304,9 @@ def _judge_one(known: KnownFlag, value: Any, raw: RawArguments) -> None:
     words = [str(word) for word in value] if isinstance(value, list) else []
     if known.values and words and all(word in known.values for word in words):
         if known.flag == "--ckpt-format":
-            raw.warnings.append(f"--ckpt-format {words[0]}: checkpoints are written in this project's own format")
+            raw.warnings.append(
+                f"--ckpt-format {words[0]}: checkpoints are written as safetensors, in this project's own layout"
+            )
         return
     spelled = " ".join([known.flag, *words[:1]]) if known.values else known.flag
     if known.verdict is Verdict.REFUSED:

@@ -92,8 +92,11 @@ def write_index(path: Path, dtype: DTypeLike, lengths: ArrayLike, documents: Arr
         os.fsync(file.fileno())
 
 
+_BLOCK_ENTRIES = 1 << 20
+
+
 def read_index(path: Path) -> SequenceIndex:
-    """Map an `.idx` file and check that its size and its ends agree with its header."""
+    """Map an `.idx` file and check that its size agrees with its header, and its entries with each other."""
     size = _size_of(path)
     if size < HEADER.size:
         raise ValueError(f"{path}: expected at least {HEADER.size} bytes of header, found a file of {size} bytes")
@@ -122,7 +125,25 @@ def read_index(path: Path) -> SequenceIndex:
         raise ValueError(f"{path}: expected document entries from 0 to {num_sequences}, found {ends}")
     if num_sequences and offsets[0] != 0:
         raise ValueError(f"{path}: expected the first sequence at byte 0 of the .bin file, found {int(offsets[0])}")
+    _check_entries(path, lengths, offsets, documents, DTYPE_CODES[code].itemsize)
     return SequenceIndex(DTYPE_CODES[code], lengths, offsets, documents)
+
+
+def _check_entries(
+    path: Path, lengths: NDArray[np.int32], offsets: NDArray[np.int64], documents: NDArray[np.int64], itemsize: int
+) -> None:
+    """ValueError where the entries contradict each other, as in a damaged file; block by block, in little memory."""
+    for start in range(0, len(lengths), _BLOCK_ENTRIES):
+        block = slice(start, start + _BLOCK_ENTRIES)
+        if (lengths[block] < 0).any():
+            raise ValueError(f"{path}: damaged: a sequence has a negative length; make the pair of files anew")
+        ends = offsets[block] + lengths[block].astype(np.int64) * itemsize
+        following = offsets[start + 1 : start + 1 + len(ends)]
+        if (ends[: len(following)] != following).any():
+            raise ValueError(f"{path}: damaged: sequences do not follow each other; make the pair of files anew")
+    for start in range(0, len(documents), _BLOCK_ENTRIES):
+        if (np.diff(documents[start : start + _BLOCK_ENTRIES + 1]) < 0).any():
+            raise ValueError(f"{path}: damaged: documents are out of order; make the pair of files anew")
 
 
 class IndexedDataset:

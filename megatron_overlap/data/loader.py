@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import signal
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,6 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_overlap.data.sample import Sample, SampleSource
 from megatron_overlap.data.sampler import Numbered, StreamPosition, cyclic_batches, sequential_batches
+
+_PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent ends
 
 Microbatch = dict[str, torch.Tensor]
 # By the values of --dataloader-type.
@@ -38,6 +45,7 @@ def microbatch_loader(
         num_workers=num_workers,
         # Workers share the mapped index files; other start methods would copy them.
         multiprocessing_context="fork" if num_workers else None,
+        worker_init_fn=partial(_die_with, os.getpid()) if num_workers else None,
         # The default would draw from torch's global generator.
         generator=torch.Generator(),
     )
@@ -47,6 +55,14 @@ def microbatch_loader(
         f"and those of this run fewer than --micro-batch-size {micro_batch_size} x {dp_size} replicas remain. Lower "
         "--train-iters or --eval-iters, add data, or give weights in --data-path (sets without weights are read once)"
     )
+
+
+def _die_with(parent: int, worker: int) -> None:
+    """End this loader process with its rank: it holds copies of the rank's sockets, which hide its end from others."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 class _NumberedSamples(Dataset[Sample]):

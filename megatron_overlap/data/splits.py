@@ -47,9 +47,12 @@ class SplitSource:
     weights: tuple[float, ...] | None
 
 
+SHARE = r"\d+\.?\d*|\.\d+"
+
+
 def parse_split(text: str) -> list[Share | None]:
     """Begin and end of each split as shares of the whole; None where a split has no share."""
-    numbers = [float(number) for number in re.findall(r"[.0-9]+", text)]
+    numbers = [float(number) for number in re.findall(SHARE, text)]
     if not 1 <= len(numbers) <= len(SPLITS) or sum(numbers) <= 0:
         raise ValueError(
             f'--split "{text}": expected one to three shares that are not all 0, such as "{DEFAULT_SPLIT}"'

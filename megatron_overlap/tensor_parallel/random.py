@@ -29,7 +29,7 @@ def keep_mask(keys: torch.Tensor, site: int, columns: int, drop: float, *, first
     rows = _mix(keys ^ _as_int32(site * 0xC2B2AE3D + 0x27D4EB2F))
     channels = torch.arange(first_column, first_column + columns, dtype=torch.int32, device=keys.device)
     hashed = _mix(rows[:, None] + channels * _as_int32(0x9E3779B1))
-    return hashed >= round(drop * 2**32) - 2**31
+    return hashed >= min(round(drop * 2**32) - 2**31, 2**31 - 1)
 
 
 def fill_normal(seed: int, std: float, tensor: torch.Tensor, piece: Piece) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from megatron_overlap.data.loader import microbatch_loader
 from megatron_overlap.pipeline_parallel import Batch
 from megatron_overlap.training.build import Session
 from megatron_overlap.training.providers import DatasetsProvider
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Datasets:
 def open_datasets(session: Session, provider: DatasetsProvider | None, tokenizer: Any) -> Datasets:
     """Build or open the datasets of this rank; rank 0 builds index caches while the others wait.
 
-    ValueError where a split that the flags ask for is empty.
+    ValueError where there is no training data.
     """
     config = session.config
     evaluates = config.evaluation.eval_iters > 0
@@ -42,6 +45,8 @@ def open_datasets(session: Session, provider: DatasetsProvider | None, tokenizer
     )
     if train is None:
         raise ValueError(f"--split {config.data.split} leaves no training data")
+    if evaluates and valid is None and session.rank == 0:
+        logger.warning("WARNING: --eval-iters %d, but there is no validation data", config.evaluation.eval_iters)
     return Datasets(train, valid, test)
 
 

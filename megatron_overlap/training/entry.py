@@ -38,6 +38,7 @@ from megatron_overlap.training.providers import (
     gpt_stage,
     masked_lm_loss,
 )
+from megatron_overlap.training.step import NotFiniteError
 
 logger = logging.getLogger(__name__)
 
@@ -151,13 +152,21 @@ def main(argv: Sequence[str] | None = None, **own: Any) -> int:
         return STATUS_USAGE
     except KeyboardInterrupt:
         return _fail(rank, world_size, "interrupted", 130)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotFiniteError) as error:
         logger.debug("%s", "".join(traceback.format_exception(error)))
-        return _fail(rank, world_size, f"error: {str(error) or first_line(error)}", 1)
+        return _fail(rank, world_size, f"error: {_one_line(error)}", 1)
     except Exception as error:
         sys.stderr.write("".join(traceback.format_exception(error)))
         return _fail(rank, world_size, first_line(error), 1)
     return 0
+
+
+def _one_line(error: Exception) -> str:
+    """The text of a user's error; torch wraps one that a loader process met in a traceback, whose end it is."""
+    text = str(error).strip()
+    if "Original Traceback" in text:
+        return text.splitlines()[-1]
+    return text or first_line(error)
 
 
 def _fail(rank: int, world_size: int, text: str, status: int) -> int:

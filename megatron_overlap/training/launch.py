@@ -129,15 +129,7 @@ def process_group(
         return
     if environment.world_size > 1:
         _check_rendezvous(environment)
-    store = connect_store(
-        environment.master_addr,
-        environment.master_port,
-        rank=environment.rank,
-        world_size=environment.world_size,
-        agent_store=environment.agent_store,
-        attempt=environment.attempt,
-        timeout=timeout,
-    )
+    store = _meet(environment, timeout)
     watcher = _Watcher(store, environment) if environment.world_size > 1 else None
     try:
         prepare()
@@ -151,6 +143,26 @@ def process_group(
     if watcher is not None:
         watcher.end(timeout)
     destroy_default_group()
+
+
+def _meet(environment: Environment, timeout: timedelta) -> Any:
+    """The store of the job; EnvironmentVariableError where some ranks do not come."""
+    try:
+        return connect_store(
+            environment.master_addr,
+            environment.master_port,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            agent_store=environment.agent_store,
+            attempt=environment.attempt,
+            timeout=timeout,
+        )
+    except RuntimeError as error:
+        raise EnvironmentVariableError(
+            f"not all {environment.world_size} ranks met at MASTER_ADDR={environment.master_addr} "
+            f"MASTER_PORT={environment.master_port} within --distributed-timeout-minutes "
+            f"{timeout.total_seconds() / 60:g}: a rank did not start or ended early ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def _check_rendezvous(environment: Environment) -> None:

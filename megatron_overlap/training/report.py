@@ -240,14 +240,18 @@ class MetricsFile:
     """Appends one JSON line per record; every line is in the file when `write` returns."""
 
     def __init__(self, path: str) -> None:
+        self._path = path
         try:
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
         except OSError as error:
             raise ValueError(f"--metrics-jsonl {path} cannot be written: {error.strerror}") from error
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise ValueError(f"--metrics-jsonl {self._path} cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
         self._file.close()
@@ -261,7 +265,10 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ValueError(f"--tensorboard-dir needs the package tensorboard: {error}") from error
-        self._writer = SummaryWriter(log_dir=directory)
+        try:
+            self._writer = SummaryWriter(log_dir=directory)
+        except OSError as error:
+            raise ValueError(f"--tensorboard-dir {directory} cannot be written: {error.strerror}") from error
 
     def write_interval(self, report: IntervalReport, workload: Workload) -> None:
         by_both = {

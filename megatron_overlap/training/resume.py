@@ -87,6 +87,16 @@ def load_latest(session: Session) -> tuple[Session, Progress]:
 
 def load(session: Session, path: Path) -> tuple[Session, Progress]:
     """Load a checkpoint; the learning rate schedule may become the checkpoint's."""
+    try:
+        return _load(session, path)
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise CheckpointError(
+            f"{path}: its state.json or rank_state.json is damaged ({type(error).__name__}: {error}); "
+            "load another iteration with --ckpt-step, or the weights alone with --finetune"
+        ) from error
+
+
+def _load(session: Session, path: Path) -> tuple[Session, Progress]:
     options = session.config.checkpoint
     state = read_state(path)
     _check_model(session, state, path)
@@ -114,7 +124,15 @@ def load(session: Session, path: Path) -> tuple[Session, Progress]:
         return session, Progress()
     if options.load_rng:
         _restore_rng(path, session)
-    return session, Progress(**state["progress"])
+    return session, _progress(state["progress"])
+
+
+def _progress(saved: dict[str, Any]) -> Progress:
+    progress = Progress(**saved)
+    for name, value in saved.items():
+        if type(value) is not int or value < 0:
+            raise TypeError(f"progress.{name} is {value!r}")
+    return progress
 
 
 def _find(config: Config) -> Path | None:
@@ -172,4 +190,7 @@ def _restore_rng(path: Path, session: Session) -> None:
     version, numbers, gauss = rng["python"]
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(tuple(rng["numpy"]))
-    torch.set_rng_state(rng["torch"])
+    try:
+        torch.set_rng_state(rng["torch"])
+    except RuntimeError as error:
+        raise TypeError(f"torch's generator: {error}") from error

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.config.command import config_of, problem, problems
+from megatron_overlap.config import ConfigError, parse_config
+from tests.config.command import SMALL, config_of, problem, problems
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
@@ -164,3 +165,24 @@ def test_group_below_the_pipeline_size() -> None:
     message = problem(f"--num-layers 8 {PP} 4 {PER_STAGE} 1 {GROUP} 3", world_size=4)
     assert f"{GROUP} 3" in message
     assert f"{PP} 4; use 4" in message
+
+
+@pytest.mark.parametrize("split", ["nan,1,1", "98%,x,2", "1e2,1", "-1,2", "", "0,0,0", "1,2,3,4"])
+def test_a_split_of_anything_but_shares_is_refused(split: str) -> None:
+    assert any("--split" in text for text in _problems_of("--split", split))
+
+
+@pytest.mark.parametrize("split", ["969, 30, 1", ".5,.5", "98,2", "[0.9, 0.1]", "1"])
+def test_shares_are_taken_in_the_spellings_that_users_have(split: str) -> None:
+    assert parse_config([*SMALL.split(), "--split", split], world_size=1).config.data.split == split
+
+
+@pytest.mark.parametrize("flag", ["--save", "--load", "--data-cache-path"])
+def test_an_empty_path_is_an_unset_variable(flag: str) -> None:
+    assert any(f'{flag} "" is empty' in text for text in _problems_of(flag, "", "--save-interval", "2"))
+
+
+def _problems_of(*words: str) -> list[str]:
+    with pytest.raises(ConfigError) as found:
+        parse_config([*SMALL.split(), *words], world_size=1)
+    return found.value.messages

@@ -152,7 +152,7 @@ GOOD_BIN, GOOD_IDX = 22, 34 + 12 * 3 + 8 * 4  # 11 uint16 ids in 3 documents
         (lambda p: overwrite(idx_path(p), 0, b"TNTIDX"), "set.idx: not a token index: expected .*MMIDIDX.*TNTIDX"),
         (lambda p: overwrite(idx_path(p), 9, b"\x02"), "set.idx: expected index version 1, found 2"),
         (lambda p: overwrite(idx_path(p), 17, b"\x09"), "set.idx: expected a dtype code .*found 9"),
-        (lambda p: overwrite(idx_path(p), 17, b"\x04"), "set.bin: expected .* found 22"),
+        (lambda p: overwrite(idx_path(p), 17, b"\x04"), "set.idx: damaged: sequences do not follow"),
         (lambda p: overwrite(idx_path(p), 34 + 12 * 3 + 8 * 3, b"\x02"), "set.idx: expected document entries"),
         (lambda p: idx_path(p).open("ab").write(b"\0\0\0"), "set.idx: .*multimodal"),
     ],
@@ -187,3 +187,21 @@ def test_two_writers_of_one_prefix_do_not_mix(tmp_path: Path, caplog: pytest.Log
     assert IndexedDataset(tmp_path / "set")[0].tolist() == [1, 2, 3]
     second.finalize()
     assert IndexedDataset(tmp_path / "set")[0].tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    ("place", "message"), [("length", "negative length|follow each other"), ("offset", "follow"), ("document", "order")]
+)
+def test_entries_that_contradict_each_other_are_refused(place: str, message: str, tmp_path: Path) -> None:
+    prefix = tmp_path / "set"
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for length in (3, 2, 4):
+            writer.add_document(range(length))
+        writer.finalize()
+    path = idx_path(prefix)
+    raw = bytearray(path.read_bytes())
+    header = len(raw) - 12 * 3 - 8 * 4
+    raw[header + {"length": 3, "offset": 4 * 3 + 8, "document": 12 * 3 + 8 + 1}[place]] ^= 0xFF
+    path.write_bytes(raw)
+    with pytest.raises(ValueError, match=f"{path}: damaged: .*({message})"):
+        read_index(path)

@@ -174,3 +174,8 @@ def test_masks_of_other_places_are_unrelated() -> None:
 def test_a_higher_rate_drops_more_of_the_same() -> None:
     keys = keys_of()
     assert not (keep_mask(keys, 6, 64, 0.5) & ~keep_mask(keys, 6, 64, 0.1)).any()
+
+
+def test_a_drop_rate_next_to_one_drops_all() -> None:
+    keys = token_keys(1, torch.arange(8), 16)
+    assert int(keep_mask(keys, 3, 64, 1 - 1e-12).sum()) == 0

@@ -52,7 +52,7 @@ def test_environment(environ: Mapping[str, str], expected: Environment) -> None:
         ({"RANK": None}, "WORLD_SIZE=4, but RANK is not set"),
         ({"MASTER_ADDR": None}, "WORLD_SIZE=4, but MASTER_ADDR is not set"),
         ({"MASTER_PORT": ""}, "WORLD_SIZE=4, but MASTER_PORT is not set"),
-        ({"RANK": None, "MASTER_ADDR": None}, "RANK, MASTER_ADDR is not set: start with torchrun"),
+        ({"RANK": None, "MASTER_ADDR": None}, "RANK, MASTER_ADDR are not set: start with torchrun"),
         ({"RANK": "4"}, "RANK=4 and WORLD_SIZE=4: RANK must be from 0"),
         ({"RANK": "-1"}, "RANK=-1 and WORLD_SIZE=4"),
         ({"WORLD_SIZE": None}, "RANK=1 and WORLD_SIZE=1"),

@@ -8,6 +8,7 @@ from megatron_overlap.config.kinds import DecayStyle, OptimizerKind
 from megatron_overlap.config.options import (
     FRACTION,
     PROBABILITY,
+    Limit,
     above,
     at_least,
     not_available,
@@ -24,7 +25,7 @@ class TrainingConfig:
     micro_batch_size: int = required("Samples of a microbatch.", limit=at_least(1))
     global_batch_size: int = resolved("Samples of a step; micro-batch size x DP.", limit=at_least(1))
     train_iters: int = required("Steps of the whole run.", limit=at_least(1))
-    seed: int = option(1234, "Seed of weights, dropout masks and data order.", limit=at_least(1))
+    seed: int = option(1234, "Seed of weights, dropout masks and data order.", limit=Limit(at_least=1, below=2**32))
     deterministic_mode: bool = option(False, "Sum in rank order and use deterministic kernels only.")
     check_for_nan_in_loss_and_grad: bool = option(True, "Stop when the loss or a gradient is not finite.")
     exit_interval: int | None = option(None, "Save and exit at multiples of this.", limit=at_least(1))
