@@ -173,9 +173,10 @@ def clear_model(folder: Folder) -> None:
 
 def resume_flags(folder: Folder, settings: Settings) -> list[str]:
     """Where only the evaluation is missing, one checkpoint back: a run with nothing left to train does not evaluate."""
-    before = range(SAVE_INTERVAL, settings.train_iters, SAVE_INTERVAL)
     if not folder.tracker.exists() or folder.tracker.read_text().strip() != str(settings.train_iters):
         return []
+    saved = sorted(int(path.name.removeprefix("iter_")) for path in folder.checkpoint.glob("iter_*"))
+    before = [iteration for iteration in saved if iteration < settings.train_iters]
     if not before:
         clear_model(folder)
         return []

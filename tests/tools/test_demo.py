@@ -92,7 +92,8 @@ def test_a_step_that_was_stopped_goes_on_unless_its_inputs_changed(tmp_path: Pat
 def test_a_run_that_only_lacks_its_evaluation_goes_one_checkpoint_back(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     assert resume_flags(folder, Settings(train_iters=100)) == []
-    folder.checkpoint.mkdir()
+    for saved in ("iter_0000040", "iter_0000080", "iter_0000100"):
+        (folder.checkpoint / saved).mkdir(parents=True)
     folder.tracker.write_text("80")
     assert resume_flags(folder, Settings(train_iters=100)) == []
     folder.tracker.write_text("100")
