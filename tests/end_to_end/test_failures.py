@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.runs import flags_of
-from tests.ranks import Finished, run_cli
+from tests.rank_worker import die_with_parent
+from tests.ranks import ROOT, Finished, free_port, run_cli
 
 pytestmark = pytest.mark.ranks
 
@@ -109,3 +114,49 @@ def _run_faulty(fault: str, flags: str) -> list[Finished]:
     ranks = run_cli(2, flags_of(flags, f"--fault {fault}") + QUICK, timeout=A_MINUTE, script=FAULTY)
     assert time.monotonic() - start < A_MINUTE
     return ranks
+
+
+def test_a_rank_killed_while_its_loaders_start_takes_them_along() -> None:
+    """Loaders hold copies of the rank's sockets: while one lives, the other ranks do not see the end of their peer."""
+    argv = flags_of("--num-workers 2 --train-iters 100000 --log-interval 100000", *QUICK)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "pretrain_gpt.py"), *argv],
+            env={**environ, "RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=die_with_parent,
+        )
+        for rank in range(2)
+    ]
+    try:
+        loaders = _first_children(ranks[1], within=A_MINUTE)
+        ranks[1].kill()
+        assert ranks[1].wait(timeout=10) == -signal.SIGKILL
+        assert ranks[0].wait(timeout=A_MINUTE / 2) not in (0, None)
+        deadline = time.monotonic() + 10
+        while any(_runs(pid) for pid in loaders) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not [pid for pid in loaders if _runs(pid)]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def _first_children(process: subprocess.Popen[bytes], *, within: float) -> list[int]:
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        if children:
+            return [int(pid) for pid in children]
+    raise AssertionError("the rank started no loader")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
