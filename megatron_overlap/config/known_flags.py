@@ -62,6 +62,7 @@ _SILENT: dict[str, int | str] = {
     "--use-persistent-ckpt-worker": 0,
 }
 
+_FORMAT = "checkpoints are written as safetensors in a layout of this project's own; use torch_dist or leave it out"
 _EAGER = "a reduction starts as soon as its gradients are made, there is nothing to align"
 _NO_TE = "it configures Transformer Engine, which is not used"
 _NOT_LOGGED = "it is not available in this version, nothing is logged for it"
@@ -106,7 +107,7 @@ _WARNED: dict[str, tuple[int | str, str]] = {
     "--log-params-norm": (0, _NOT_LOGGED),
     "--log-progress": (0, _NOT_LOGGED),
     "--log-timers-to-tensorboard": (0, _NOT_LOGGED),
-    "--log-validation-ppl-to-tensorboard": (0, _NOT_LOGGED),
+    "--log-validation-ppl-to-tensorboard": (0, "with --tensorboard-dir it is always logged"),
     "--log-world-size-to-tensorboard": (0, _NOT_LOGGED),
     "--logging-level": (1, "it is not available in this version"),
     "--loss-scale": (1, _FP16_ONLY),
@@ -159,8 +160,11 @@ _ONE_LR = f"{_LATER} use one --lr and --min-lr for all parameters"
 _CONSTANT_BATCH = f"{_LATER} use a constant --global-batch-size"
 _CONSTANT_DECAY = f"{_LATER} use a constant --weight-decay"
 _WITHOUT = f"{_LATER} leave it out"
+_OTHER_MODEL = f"{_LATER} without it the model is another one"
+_OTHER_LOSS = f"{_LATER} without it the loss is another one"
 _FORK = "belongs to a fork of Megatron;"
-_MOE = "is for mixtures of experts, which are not supported; leave it out"
+_FORK_MODEL = f"{_FORK} without it the model is another one"
+_MOE = "is for mixtures of experts, which are not supported; leave it out for a dense model"
 
 # Reason and way out by flag.
 _REFUSED: dict[str, str] = {
@@ -168,10 +172,10 @@ _REFUSED: dict[str, str] = {
     "--account-for-loss-in-pipeline-split": f"{_LATER} use --decoder-last-pipeline-num-layers",
     "--activations-checkpoint-method": _RECOMPUTE,
     "--activations-checkpoint-num-layers": _RECOMPUTE,
-    "--apply-layernorm-1p": _WITHOUT,
-    "--apply-query-key-layer-scaling": _WITHOUT,
+    "--apply-layernorm-1p": _OTHER_MODEL,
+    "--apply-query-key-layer-scaling": "is for fp16, which is not available in this version; leave it out",
     "--batch-size": "no longer exists; use --micro-batch-size",
-    "--calculate-per-token-loss": _WITHOUT,
+    "--calculate-per-token-loss": _OTHER_LOSS,
     "--check-weight-hash-across-dp-replicas-interval": _WITHOUT,
     "--checkpoint-activations": _RECOMPUTE,
     "--ckpt-convert-format": f"{_LATER} checkpoints have one format, which loads at any layout",
@@ -187,18 +191,18 @@ _REFUSED: dict[str, str] = {
     "--disable-tp-comm-bulk-wgrad": f"{_LATER} use --tp-overlap-mode none",
     "--distribute-checkpointed-activations": _RECOMPUTE,
     "--distribute-saved-activations": _RECOMPUTE,
-    "--embed-layernorm": f"{_FORK} leave it out",
+    "--embed-layernorm": _FORK_MODEL,
     "--end-weight-decay": _CONSTANT_DECAY,
     "--eval-global-batch-size": f"{_LATER} evaluation uses --global-batch-size",
     "--eval-micro-batch-size": f"{_LATER} evaluation uses --micro-batch-size",
     "--exit-signal": f"{_LATER} use --exit-signal-handler, which acts on SIGTERM",
     "--fim-data": "is not supported; prepare the data beforehand",
-    "--fp16": f"{_LATER} use --bf16",
-    "--fp16-lm-cross-entropy": f"{_LATER} use --bf16",
-    "--fp32-residual-connection": _WITHOUT,
+    "--fp16": "loss scaling is not available in this version; use --bf16, which needs none",
+    "--fp16-lm-cross-entropy": "fp16 is not available in this version; use --bf16",
+    "--fp32-residual-connection": f"{_LATER} without it the residual stream has the precision of the weights",
     "--full-validation": f"{_LATER} use --eval-iters",
-    "--init-method-xavier-uniform": f"{_LATER} use --init-method-std",
-    "--iterations-to-skip": _WITHOUT,
+    "--init-method-xavier-uniform": f"{_LATER} use --init-method-std, which draws other initial weights",
+    "--iterations-to-skip": f"{_LATER} without it these iterations are trained",
     "--lr-decay-samples": f"{_LATER} use --lr-decay-iters",
     "--lr-wsd-decay-iters": f"{_LATER} use --lr-decay-style constant, linear or cosine",
     "--lr-wsd-decay-samples": f"{_LATER} use --lr-decay-style constant, linear or cosine",
@@ -216,22 +220,22 @@ _REFUSED: dict[str, str] = {
     "--pipeline-model-parallel-layout": "is not supported; use --decoder-first-pipeline-num-layers and its like",
     "--pipeline-model-parallel-split-rank": "is for encoder-decoder models, which are not supported; leave it out",
     "--pretrained-checkpoint": f"{_LATER} use --load with --finetune",
-    "--qk-layernorm": _WITHOUT,
-    "--quick-geglu": "is not supported; use --swiglu",
+    "--qk-layernorm": _OTHER_MODEL,
+    "--quick-geglu": "is not supported; the nearest is --swiglu, which is another model",
     "--rampup-batch-size": _CONSTANT_BATCH,
     "--recompute-activations": _RECOMPUTE,
     "--recompute-granularity": _RECOMPUTE,
     "--recompute-method": _RECOMPUTE,
     "--recompute-modules": _RECOMPUTE,
     "--recompute-num-layers": _RECOMPUTE,
-    "--rope-scaling-factor": _WITHOUT,
+    "--rope-scaling-factor": _OTHER_MODEL,
     "--rope-theta": f"{_FORK} use --rotary-base",
-    "--rope-factor": f"{_FORK} leave it out",
-    "--save-retain-interval": _WITHOUT,
+    "--rope-factor": _FORK_MODEL,
+    "--save-retain-interval": f"{_LATER} all checkpoints are kept",
     "--sgd-momentum": f"{_LATER} use --optimizer adam",
-    "--skip-train": f"{_LATER} use --eval-interval during training",
+    "--skip-train": "not available in this version; there is no way yet to evaluate without training",
     "--spec": "is not supported; give your own model_provider to pretrain() instead",
-    "--squared-relu": _WITHOUT,
+    "--squared-relu": _OTHER_MODEL,
     "--start-weight-decay": _CONSTANT_DECAY,
     "--step-batch-size-schedule": _CONSTANT_BATCH,
     "--tiktoken-pattern": f"{_LATER} use --tokenizer-type HuggingFaceTokenizer",
@@ -243,14 +247,14 @@ _REFUSED: dict[str, str] = {
     "--no-use-tokenizer-model-from-checkpoint-args": _WITHOUT,
     "--use-precision-aware-optimizer": f"{_LATER} use --use-distributed-optimizer",
     "--use-ring-exchange-p2p": "needs a patched torch; leave it out",
-    "--use-rope-scaling": _WITHOUT,
+    "--use-rope-scaling": _OTHER_MODEL,
     "--use-torch-fsdp2": "is not supported; use --use-distributed-optimizer",
-    "--use-z-loss": f"{_FORK} leave it out",
-    "--vocab-extra-ids": _WITHOUT,
+    "--use-z-loss": f"{_FORK} without it the loss is another one",
+    "--vocab-extra-ids": _OTHER_MODEL,
     "--warmup": "no longer exists; use --lr-warmup-fraction",
     "--wgrad-deferral-limit": _WITHOUT,
-    "--window-size": _WITHOUT,
-    "--xielu": f"{_FORK} use --swiglu",
+    "--window-size": _OTHER_MODEL,
+    "--xielu": _FORK_MODEL,
     "--yaml-cfg": "is not supported; give the settings as flags",
 }
 
@@ -274,12 +278,12 @@ _BY_VALUE: dict[str, tuple[tuple[str, ...], str]] = {
 REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ("--fp8", "8-bit floats are not supported; use --bf16"),
     ("--fp4", "4-bit floats are not supported; use --bf16"),
-    ("--moe-", "mixtures of experts are not supported; leave it out"),
-    ("--num-experts", "mixtures of experts are not supported; leave it out"),
+    ("--moe-", "mixtures of experts are not supported; leave it out for a dense model"),
+    ("--num-experts", "mixtures of experts are not supported; leave it out for a dense model"),
     ("--deepspeed", "DeepSpeed is not used; --use-distributed-optimizer shards the optimizer state"),
     ("--zero-", "DeepSpeed is not used; --use-distributed-optimizer shards the optimizer state"),
-    ("--goldfish", "belongs to a fork of Megatron; leave it out"),
-    ("--rope-", "belongs to a fork of Megatron; use --rotary-base"),
+    ("--goldfish", "belongs to a fork of Megatron; without it the loss is another one"),
+    ("--rope-", "belongs to a fork of Megatron; see --rotary-base and its like"),
 )
 
 
@@ -289,7 +293,7 @@ def known_flags() -> Iterator[KnownFlag]:
         yield KnownFlag(flag, nargs, Verdict.SILENT)
     for flag, (nargs, reason) in _WARNED.items():
         yield KnownFlag(flag, nargs, Verdict.WARNED, reason)
-    yield KnownFlag("--ckpt-format", 1, Verdict.REFUSED, "use torch_dist", ("torch", "torch_dist"))
+    yield KnownFlag("--ckpt-format", 1, Verdict.REFUSED, _FORMAT, ("torch", "torch_dist"))
     for flag, reason in _REFUSED.items():
         yield KnownFlag(flag, "*", Verdict.REFUSED, reason)
     for flag, (values, reason) in _BY_VALUE.items():

@@ -168,7 +168,10 @@ def _tensor_parallel_overlap(draft: Draft) -> None:
     for name, mode in (("tp_overlap_chunks", TpOverlapMode.CHUNK), ("tp_overlap_parts", TpOverlapMode.SPLIT)):
         if values.tp_overlap_mode is not mode or not values.overlap:
             if draft.given(name) and values.overlap:
-                draft.warnings.append(f"{draft.spelled(name)} acts with --tp-overlap-mode {mode} only")
+                draft.warnings.append(
+                    f"{draft.spelled(name)} changes nothing: it acts with --tp-overlap-mode {mode} only, "
+                    "which is not available in this version yet"
+                )
             setattr(values, name, 1)
     allowed = values.overlap and values.async_tensor_model_parallel_allreduce
     if not allowed or values.tensor_model_parallel_size == 1:

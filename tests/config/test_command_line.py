@@ -137,7 +137,7 @@ def test_every_problem_at_once() -> None:
         "--num-layers: found 'x'",
         "--save: expected one argument",
         "--optimizer: found 'lion'",
-        "--fp16: not available",
+        "--fp16: loss scaling is not available",
         "--foo: unknown flag",
         "--ffn-hidden-size 10 is not divisible by --tensor-model-parallel-size 4",
         "--global-batch-size 6 is not divisible by --micro-batch-size 4",

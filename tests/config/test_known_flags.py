@@ -57,8 +57,10 @@ def test_accepted_by_value(known: KnownFlag) -> None:
 
 
 def test_checkpoint_format_says_what_is_written() -> None:
-    assert "own format" in parse("--ckpt-format torch_dist").warnings[0]
-    assert "torch_dist" in problem("--ckpt-format zarr")
+    (warning,) = parse("--ckpt-format torch_dist").warnings
+    assert "safetensors" in warning
+    assert "safetensors" in problem("--ckpt-format zarr")
+    assert "use torch_dist" in problem("--ckpt-format zarr")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,11 @@ def test_checkpoint_format_says_what_is_written() -> None:
         ("--deepspeed_config x.json", "--use-distributed-optimizer"),
         ("--zero-stage 1", "--use-distributed-optimizer"),
         ("--rope-theta 500000", "--rotary-base"),
-        ("--goldfish-k 3", "leave it out"),
+        ("--goldfish-k 3", "the loss is another one"),
+        ("--apply-layernorm-1p", "the model is another one"),
+        ("--calculate-per-token-loss", "the loss is another one"),
+        ("--use-rope-scaling", "the model is another one"),
+        ("--skip-train", "no way yet"),
         ("--tp-overlap-mode chunk", "backward"),
         ("--tp-overlap-mode split", "backward"),
         ("--pipeline-schedule zb-h1", "interleaved"),

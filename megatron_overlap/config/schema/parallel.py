@@ -60,8 +60,16 @@ class OverlapConfig:
         "How tensor-parallel collectives are hidden.",
         refused=not_available(("chunk", "split"), "auto, backward or none"),
     )
-    tp_overlap_chunks: int = option(4, "Pieces of a collective with --tp-overlap-mode chunk.", limit=at_least(1))
-    tp_overlap_parts: int = option(2, "Parts of a microbatch with --tp-overlap-mode split.", limit=at_least(1))
+    tp_overlap_chunks: int = option(
+        4,
+        "Pieces of a collective with --tp-overlap-mode chunk, which is not available in this version yet.",
+        limit=at_least(1),
+    )
+    tp_overlap_parts: int = option(
+        2,
+        "Parts of a microbatch with --tp-overlap-mode split, which is not available in this version yet.",
+        limit=at_least(1),
+    )
     tp_comm_overlap: bool = option(False, "Megatron's switch for --tp-overlap-mode auto.")
     async_tensor_model_parallel_allreduce: bool = option(
         True, "Reduce a linear layer's input gradient beside its weight gradient."
