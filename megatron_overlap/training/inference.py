@@ -17,8 +17,9 @@ from megatron_overlap.config.kinds import PipelineSchedule
 from megatron_overlap.data.tokenizer import build_tokenizer
 from megatron_overlap.model import GPTStage
 from megatron_overlap.timeline.spans import Recorder
-from megatron_overlap.training.build import open_session
+from megatron_overlap.training.build import Session, open_session
 from megatron_overlap.training.launch import Environment, process_group
+from megatron_overlap.training.progress import Progress
 from megatron_overlap.training.providers import Providers, gpt_stage, masked_lm_loss
 from megatron_overlap.training.resume import load
 
@@ -57,11 +58,22 @@ def load_model(path: str | Path, step: int | None = None) -> Iterator[LoadedMode
             device=torch.device("cpu"),
             recorder=Recorder(enabled=False),
         )
-        session, progress = load(session, found)
+        session, progress = _load_gpt(session, found)
         model = session.stages[0].module
         assert isinstance(model, GPTStage)
         with torch.no_grad():
             yield LoadedModel(config, model.eval(), tokenizer, session.vocab_size, progress.iteration)
+
+
+def _load_gpt(session: Session, found: Path) -> tuple[Session, Progress]:
+    try:
+        return load(session, found)
+    except CheckpointError as error:
+        # Which model wrote it is not stored: only that its names or shapes are others shows.
+        if "does not fit this model" not in str(error):
+            raise
+        hint = "only the GPT of pretrain_gpt.py can be opened by load_model, no model of your own or wrapped one"
+        raise CheckpointError(f"{error}\n  {hint}") from error
 
 
 def _alone(config: Config, found: Path) -> Config:

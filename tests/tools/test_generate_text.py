@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
+from examples.custom_model.pretrain_custom import train
+from megatron_overlap.checkpoint import CheckpointError
+from megatron_overlap.training import load_model
+from tests.ranks import run_ranks
 from tools.generate_text import Sampling, choose, generate, keep_likely
 
 LOGITS = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1]))
@@ -77,3 +82,14 @@ def test_problems_name_the_flags() -> None:
     found = Sampling(temperature=-1, top_k=-2, top_p=1.5).problems()
     assert [problem.split()[0] for problem in found] == ["--temperature", "--top-k", "--top-p"]
     assert Sampling().problems() == []
+
+
+def open_what_an_own_model_saved(folder: Path) -> None:
+    assert train(["--train-iters", "1", "--save", str(folder), "--save-interval", "1"]) == 0
+    with pytest.raises(CheckpointError, match=r"only the GPT of pretrain_gpt\.py"), load_model(folder):
+        pass
+
+
+@pytest.mark.ranks
+def test_a_model_of_the_user_s_own_is_not_opened_and_the_error_says_so(tmp_path: Path) -> None:
+    run_ranks(1, open_what_an_own_model_saved, (tmp_path,), timeout=60)
