@@ -14,7 +14,7 @@ from rich.table import Table
 
 WARMUP_ITERATIONS = 5
 LAST_ITERATIONS = 10
-KIND_NAMES = {"tp": "tensor parallel", "pp": "pipeline", "dp": "data parallel, tied embedding"}
+KIND_NAMES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,11 @@ def tables(summary: Summary) -> list[Table]:
         ("iteration, mean ms", f"{summary.iteration_ms:,.0f}"),
     ):
         result.add_row(name, value)
-    communication = Table(title="Communication per iteration and rank")
+    communication = Table(
+        title="Communication by kind of parallelism, per iteration and rank",
+        caption="exposed: compute stands still for a message under way; bubble: for one yet to be computed. "
+        "data: with the tied embedding.",
+    )
     communication.add_column("kind")
     for heading in ("MB sent", "busy ms", "exposed ms", "of step", "bubble ms", "of step"):
         communication.add_column(heading, justify="right")
