@@ -177,9 +177,22 @@ def _build_module(
         layer_context=LayerContext(channels.tp, config.parallel.sequence_parallel, dtype, device),
     )
     module = providers.model(context).to(device=device, dtype=dtype)
+    if config.parallel.sequence_parallel:
+        _check_partitions(module)
     name_parameters(module, tp_size=channels.tp.size)
     initialize_parameters(module)
     return module
+
+
+def _check_partitions(module: nn.Module) -> None:
+    """ValueError for a plain torch parameter under sequence parallelism: its gradient may be partial, or not."""
+    plain = [name for name, param in module.named_parameters() if not hasattr(param, "partition")]
+    if plain:
+        raise ValueError(
+            f"--sequence-parallel: {plain[0]} is a plain torch parameter (one of {len(plain)}); set "
+            "param.partition = Partition(tuple(param.shape), partial_grad=True) where it acts on the rows of this rank "
+            "only, and partial_grad=False where it acts on all rows (megatron_overlap.tensor_parallel.Partition)"
+        )
 
 
 def _check_names(channels: Channels, stages: Mapping[int, Stage]) -> None:

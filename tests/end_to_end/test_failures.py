@@ -109,6 +109,13 @@ def test_parameters_of_one_name_on_two_stages_are_refused_before_training() -> N
         assert "context.layers" in finished.stderr
 
 
+def test_a_plain_parameter_under_sequence_parallelism_is_refused() -> None:
+    for finished in _run_faulty("name", "--tensor-model-parallel-size 2 --sequence-parallel"):
+        assert finished.returncode == 1
+        assert "extra.weight is a plain torch parameter" in finished.stderr
+        assert "Partition" in finished.stderr
+
+
 def _run_faulty(fault: str, flags: str) -> list[Finished]:
     start = time.monotonic()
     ranks = run_cli(2, flags_of(flags, f"--fault {fault}") + QUICK, timeout=A_MINUTE, script=FAULTY)
