@@ -22,7 +22,7 @@ class Case:
     seconds: float = 0.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Collector:
     """A pytest plugin that keeps every case's outcome, by node id, and which tests are campaigns."""
 
