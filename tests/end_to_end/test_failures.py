@@ -82,7 +82,7 @@ def test_a_loss_that_is_not_a_number_ends_all_ranks_in_one_iteration() -> None:
     ranks = _run_faulty("nan", "--pipeline-model-parallel-size 2")
     for rank, finished in enumerate(ranks):
         assert finished.returncode == 1
-        assert f"rank {rank}: NotFiniteError: the loss is nan in iteration 1" in finished.stderr
+        assert f"rank {rank}: error: the loss is nan in iteration 1" in finished.stderr
 
 
 def test_a_full_disk_on_one_rank_is_told_by_all(tmp_path: Path) -> None:
