@@ -292,15 +292,15 @@ def _data_sources(config: Config) -> Problems:
         yield f'--split "{data.split}" has no meaning with {per_split[0]}, which takes whole sets; leave --split out'
 
 
-_SHARE = r"\d+\.?\d*|\.\d+"
+SHARE = r"\d+\.?\d*|\.\d+"
 
 
 def _split(config: Config) -> Problems:
     split = config.data.split
     if split is None:
         return
-    shares = [float(number) for number in re.findall(_SHARE, split)]
-    around = re.sub(_SHARE, "", split).strip(" ,;:/[]()")
+    shares = [float(number) for number in re.findall(SHARE, split)]
+    around = re.sub(SHARE, "", split).strip(" ,;:/[]()")
     if not 1 <= len(shares) <= 3 or sum(shares) <= 0 or around:
         yield f'--split "{split}" must be one to three shares that are not all 0, such as "969, 30, 1"'
 

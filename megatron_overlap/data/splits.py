@@ -11,6 +11,8 @@ from itertools import pairwise
 import numpy as np
 
 from megatron_overlap.config import DataConfig
+from megatron_overlap.config.resolve import DEFAULT_SPLIT
+from megatron_overlap.config.rules import SHARE
 from megatron_overlap.data.blend import Blend, normalized, parse_blend
 from megatron_overlap.data.gpt_dataset import TokenStore
 from megatron_overlap.data.indexed_dataset import IndexedDataset
@@ -19,7 +21,6 @@ from megatron_overlap.data.mock import MockTokens
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "valid", "test")
-DEFAULT_SPLIT = "969, 30, 1"
 WHOLE = (0.0, 1.0)
 
 Share = tuple[float, float]
@@ -45,9 +46,6 @@ class SplitSource:
     split: str
     members: tuple[Member, ...]
     weights: tuple[float, ...] | None
-
-
-SHARE = r"\d+\.?\d*|\.\d+"
 
 
 def parse_split(text: str) -> list[Share | None]:

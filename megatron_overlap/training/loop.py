@@ -63,14 +63,13 @@ def train_iteration(session: Session, progress: Progress, batches: Iterator[Batc
     config = session.config
     what = session.training_pass
     for reducer in session.reducers:
-        reducer.wait_gather()
         reducer.zero(what.num_microbatches)
     session.passes.run(what, batches, progress.consumed_train_samples)
     finalize_gradients(session.reducers, tp=session.channels.tp, embedding=session.channels.embedding)
     losses = session.passes.sum_losses()
     if config.training.check_for_nan_in_loss_and_grad and not math.isfinite(losses.total):
         raise NotFiniteError(f"the loss is {losses.total} in iteration {progress.iteration + 1}")
-    result = session.optimizer.step(session.learning_rate.at(progress.schedule_samples))
+    result = session.optimizer.step(session.learning_rate.at(progress.updated_samples))
     if config.training.check_for_nan_in_loss_and_grad and not result.updated:
         raise NotFiniteError(_describe_not_finite(session, progress))
     batch_size = config.training.global_batch_size
@@ -86,7 +85,7 @@ def train_iteration(session: Session, progress: Progress, batches: Iterator[Batc
         seconds=time.perf_counter() - start,
         batch_size=batch_size,
         consumed_samples=progress.consumed_train_samples,
-        learning_rate=session.learning_rate.at(progress.schedule_samples),
+        learning_rate=session.learning_rate.at(progress.updated_samples),
         losses=_loss_means(losses, what.num_microbatches * config.parallel.data_parallel_size),
         grad_norm=result.grad_norm,
         skipped=not result.updated,

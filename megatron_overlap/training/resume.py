@@ -46,8 +46,6 @@ def save(session: Session, progress: Progress) -> Path:
     """Save everything that a run needs to go on, on all ranks together."""
     options = session.config.checkpoint
     assert options.save is not None
-    for reducer in session.reducers:
-        reducer.wait_gather()
     slices = session.optimizer.model_slices()
     if options.save_optim:
         slices += session.optimizer.state_slices()
